@@ -90,9 +90,7 @@ def _check(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> N
         raise SpecError(f"shape {tuple(shape)} does not lie as {spec.as_written()} on {mesh!r}: " + "; ".join(problems))
 
 
-# -----------------------------------------------------------------------------
-# Trees
-# -----------------------------------------------------------------------------
+# --- Trees ---
 
 
 def shard(tree: T, specs: SpecTree, mesh: Mesh, rank: int, *, pad: bool = False) -> T:
@@ -187,9 +185,7 @@ def reshard(
     return [shard(whole, to_specs, to_mesh, rank, pad=shapes is not None) for rank in to_mesh.ranks]
 
 
-# -----------------------------------------------------------------------------
-# Leaves
-# -----------------------------------------------------------------------------
+# --- Leaves ---
 
 
 def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = False) -> torch.Tensor:

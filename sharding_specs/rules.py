@@ -125,9 +125,7 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     return sorted(known, key=likeness, reverse=True)[:most]
 
 
-# -----------------------------------------------------------------------------
-# Rules for models: Megatron's column and row splits for Hugging Face's parameter names, all of them optional
-# -----------------------------------------------------------------------------
+# --- Rules for models: Megatron's column and row splits for Hugging Face's parameter names, all of them optional ---
 
 
 def _ready(rules: Mapping[str, P]) -> dict[str, P]:

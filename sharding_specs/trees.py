@@ -73,9 +73,7 @@ def broadcast_specs(
     return structure.unflatten([broadcast_specs(spec, sub) for spec, sub in zip(full, subtrees, strict=True)])
 
 
-# -----------------------------------------------------------------------------
-# Messages for specs that are not a prefix
-# -----------------------------------------------------------------------------
+# --- Messages for specs that are not a prefix ---
 
 _MOST = 8  # lines of a message
 _LONGEST = 100  # characters of an example

@@ -131,9 +131,7 @@ def _node_of(value: torch.Tensor) -> fx.Node | None:
     return active.node_of(plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Types
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Types ---
 
 
 def _type_difference(value: torch.Tensor, axes: Iterable[str], wanted: Type, spec: str) -> str | None:
@@ -186,9 +184,7 @@ def _refuse(function: object, found: Iterable[str | None]) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Marks, which are checked when the trace is rerun
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Marks, which are checked when the trace is rerun ---
 
 
 def _check_mark(

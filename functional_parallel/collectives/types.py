@@ -109,9 +109,7 @@ def dual(type_: Type) -> Type:
     return Type({axis: state.dual for axis, state in type_.items()})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Type rules: {state accepted on a named axis: state of the result}
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Type rules: {state accepted on a named axis: state of the result} ---
 
 _TO_INVARIANT = {_V: _I, _U: _I}
 _RULES: dict[str, dict[State, State]] = {

@@ -251,9 +251,7 @@ def _with_mapped(spec: P, leaf: PyTree, dim: int | None, axis: str | None) -> P:
     return spec.replace([*dims[:dim], axis, *spec.dims[dim:]], padded=padded)
 
 
-# -----------------------------------------------------------------------------
-# The gradient itself
-# -----------------------------------------------------------------------------
+# --- The gradient itself ---
 
 
 def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
@@ -322,9 +320,7 @@ def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Se
         update_info(node, trained=info(node).trained or not is_unused)
 
 
-# -----------------------------------------------------------------------------
-# Layouts
-# -----------------------------------------------------------------------------
+# --- Layouts ---
 
 
 def _local(
@@ -341,9 +337,7 @@ def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums
     return duals[argnums] if isinstance(argnums, int) else tuple(duals[number] for number in argnums)
 
 
-# -----------------------------------------------------------------------------
-# Leaves
-# -----------------------------------------------------------------------------
+# --- Leaves ---
 
 
 def _filled(leaves: list[PyTree], moving: list[int], values: Sequence[torch.Tensor], tree: optree.PyTreeSpec) -> PyTree:

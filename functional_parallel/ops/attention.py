@@ -127,9 +127,7 @@ torch.library.register_fake("fp::attention", _fake, lib=_library)
 register_differentiable(torch.ops.fp.attention.default, attention)
 
 
-# -----------------------------------------------------------------------------
-# The rule
-# -----------------------------------------------------------------------------
+# --- The rule ---
 
 
 def _text(node: fx.Node) -> str:

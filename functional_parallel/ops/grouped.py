@@ -47,9 +47,7 @@ def grouped_outer(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
         return _apply_outer(rows, others, ends)
 
 
-# -----------------------------------------------------------------------------
-# The ops
-# -----------------------------------------------------------------------------
+# --- The ops ---
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
@@ -96,9 +94,7 @@ for _name, _kernel, _shape in (
     torch.library.register_fake(f"fp::{_name}", _shape, lib=_library)
 
 
-# -----------------------------------------------------------------------------
-# Their derivatives: each is the transpose of the other
-# -----------------------------------------------------------------------------
+# --- Their derivatives: each is the transpose of the other ---
 
 
 def _bilinear(op: Product, function: Product, of_left: Derivative, of_right: Derivative) -> Product:
@@ -161,9 +157,7 @@ for _op, _function, _text in (
     rule([_op], Rule(_text))
 
 
-# -----------------------------------------------------------------------------
-# torch's function
-# -----------------------------------------------------------------------------
+# --- torch's function ---
 
 
 @intercept(torch.nn.functional.grouped_mm, always=True)

@@ -61,9 +61,7 @@ def _keyed(*ops: torch._ops.OpOverload) -> Callable[[_Draw], _Draw]:
     return register
 
 
-# -----------------------------------------------------------------------------
-# New tensors, and tensors like another
-# -----------------------------------------------------------------------------
+# --- New tensors, and tensors like another ---
 
 
 def _new(op: torch._ops.OpOverload, what: str, draw: _Draw, default: torch.dtype | None = None) -> None:
@@ -104,9 +102,7 @@ def _randperm(n: int, *, dtype: torch.dtype = torch.int64, device: torch.device 
     return drawn.argsort(stable=True).to(dtype)
 
 
-# -----------------------------------------------------------------------------
-# Draws with a probability, or a mean and a deviation, per element
-# -----------------------------------------------------------------------------
+# --- Draws with a probability, or a mean and a deviation, per element ---
 
 
 @_keyed(aten.bernoulli.default, aten.bernoulli.p)
@@ -150,9 +146,7 @@ def _scaled_normal(like: Tensor, mean: Tensor | float, std: Tensor | float) -> T
         return _normal("torch.normal", like) * std + mean if like.is_floating_point() else NotImplemented
 
 
-# -----------------------------------------------------------------------------
-# Writes in place
-# -----------------------------------------------------------------------------
+# --- Writes in place ---
 
 
 def _writes(op: torch._ops.OpOverload, name: str, draw: _Draw) -> None:

@@ -21,9 +21,7 @@ __all__ = [
 ]
 
 
-# -----------------------------------------------------------------------------
-# Dims of an operand or a result
-# -----------------------------------------------------------------------------
+# --- Dims of an operand or a result ---
 
 
 def dim_names(ndim: int, other: Mapping[int, str] | None = None) -> list[str]:
@@ -60,9 +58,7 @@ def along_text(mark: str = "") -> Callable[[fx.Node], str]:
     return text
 
 
-# -----------------------------------------------------------------------------
-# Operands and results of an op
-# -----------------------------------------------------------------------------
+# --- Operands and results of an op ---
 
 
 def ndim_of(node: fx.Node) -> int:
@@ -81,9 +77,7 @@ def results_of(node: fx.Node) -> int:
     return len(value) if isinstance(value, tuple) else 1
 
 
-# -----------------------------------------------------------------------------
-# Elementwise ops of any number of operands
-# -----------------------------------------------------------------------------
+# --- Elementwise ops of any number of operands ---
 
 
 def pointwise_text(node: fx.Node) -> str:

@@ -90,9 +90,7 @@ def spec_of(layout: Shard | str | None, axis: str) -> P:
     return P(*[None] * layout.dim, axis if layout.outer == 1 else (layout.outer, axis))
 
 
-# -----------------------------------------------------------------------------
-# Kinds of cases
-# -----------------------------------------------------------------------------
+# --- Kinds of cases ---
 
 
 def _of_factors(rule: RuleText, avals: Sequence[Aval], parts: DimSplit) -> Iterator[Case]:
@@ -133,9 +131,7 @@ def _of_single_operands(avals: Sequence[Aval], parts: DimSplit) -> Iterator[Case
             yield Case(claim, "the op is correct for it", "Correct the rule's text, decide or local", layouts)
 
 
-# -----------------------------------------------------------------------------
-# Factors
-# -----------------------------------------------------------------------------
+# --- Factors ---
 
 
 def _fits(rule: RuleText, avals: Sequence[Aval]) -> list[tuple[tuple[str, ...], ...]]:

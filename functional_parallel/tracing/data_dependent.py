@@ -58,9 +58,7 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Replaced:
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
-# -----------------------------------------------------------------------------
-# Writes at the positions of a mask or an index, recorded as torch.where
-# -----------------------------------------------------------------------------
+# --- Writes at the positions of a mask or an index, recorded as torch.where ---
 
 
 @intercept_op(aten.index_put.default)
@@ -92,9 +90,7 @@ def _fill_where(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
     return torch.where(chosen.reshape([-1 if each == dim % x.ndim else 1 for each in range(x.ndim)]), value, x)
 
 
-# -----------------------------------------------------------------------------
-# Losses and statistics
-# -----------------------------------------------------------------------------
+# --- Losses and statistics ---
 
 
 @intercept(functional.gaussian_nll_loss, always=True)
@@ -157,9 +153,7 @@ if hasattr(functional, "linear_cross_entropy"):  # torch 2.13
     intercept(functional.linear_cross_entropy, always=True)(_linear_cross_entropy)
 
 
-# -----------------------------------------------------------------------------
-# Values of constants
-# -----------------------------------------------------------------------------
+# --- Values of constants ---
 
 
 _index: Callable[[Tensor, Sequence[Tensor | None]], Tensor] = aten.index.Tensor

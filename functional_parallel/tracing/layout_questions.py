@@ -79,9 +79,7 @@ def _data_ptr(x: Tensor) -> Replaced:
     )
 
 
-# -----------------------------------------------------------------------------
-# A view or a copy
-# -----------------------------------------------------------------------------
+# --- A view or a copy ---
 
 
 def _view_or_copy(function: Callable[Concatenate[Tensor, P], R]) -> None:
@@ -103,9 +101,7 @@ for _name in ("reshape", "flatten", "ravel"):
     _view_or_copy(getattr(torch, _name))
 
 
-# -----------------------------------------------------------------------------
-# as_strided
-# -----------------------------------------------------------------------------
+# --- as_strided ---
 
 
 def _as_strided(function: Callable[..., Any], is_view: bool = True) -> None:

@@ -135,9 +135,7 @@ def _unknown(func: _torch.Op, target: torch.Tensor, other: torch.Tensor) -> Muta
     )
 
 
-# -----------------------------------------------------------------------------
-# With gradients off
-# -----------------------------------------------------------------------------
+# --- With gradients off ---
 
 
 def _with_history(recording: Writer, old: fx.Node, new: fx.Node) -> fx.Node:

@@ -109,9 +109,7 @@ def are_apart(one: Sequence[View], other: Sequence[View]) -> bool:
     return False
 
 
-# -----------------------------------------------------------------------------
-# Single views
-# -----------------------------------------------------------------------------
+# --- Single views ---
 
 _SHARE_UNDECLARED = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
 

@@ -19,9 +19,7 @@ __all__: list[str] = []
 Axes = tuple[str, ...]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sums
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Sums ---
 
 
 def _psum(cotangent: Tensor, axes: Axes, src: str) -> Tensor:
@@ -38,9 +36,7 @@ define("psum", State.INVARIANT, _psum)
 define("psum_scatter", State.VARYING, _psum_scatter)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From one chunk per rank to the full tensor, and back by a slice
-# ---------------------------------------------------------------------------------------------------------------------
+# --- From one chunk per rank to the full tensor, and back by a slice ---
 
 
 def _all_gather(cotangent: Tensor, axes: Axes, dim: int, dst: str) -> Tensor:
@@ -58,9 +54,7 @@ define("all_gather", None, _all_gather)
 define("pscatter", State.VARYING, _pscatter)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Moves between ranks
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Moves between ranks ---
 
 
 def _all_to_all(cotangent: Tensor, axes: Axes, split_dim: int, concat_dim: int) -> Tensor:
@@ -85,9 +79,7 @@ define("ppermute", State.VARYING, _ppermute)
 define("pbroadcast", State.INVARIANT, _pbroadcast)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Casts: they send nothing, but their transposes may
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Casts: they send nothing, but their transposes may ---
 
 _OF_CASTS = {
     ("invariant", "varying"): ("psum", "varying"),

@@ -21,9 +21,7 @@ from .batched import all_whole_text, batched_text
 
 aten = torch.ops.aten
 
-# -----------------------------------------------------------------------------
-# Elementwise ops
-# -----------------------------------------------------------------------------
+# --- Elementwise ops ---
 
 
 def _with_buffer_text(node: fx.Node) -> str:
@@ -43,9 +41,7 @@ rule(
 rule([aten.log_sigmoid_backward.default], Rule(_with_buffer_text))
 rule([aten._prelu_kernel_backward.default], Rule(pointwise_text))
 
-# -----------------------------------------------------------------------------
-# Convolutions, pooling, resizing, padding
-# -----------------------------------------------------------------------------
+# --- Convolutions, pooling, resizing, padding ---
 
 
 def _convolution_text(node: fx.Node) -> str:
@@ -116,9 +112,7 @@ rule([aten.adaptive_max_pool3d_backward.default], Rule(batched_text(3, linear="~
 for packet, count in _OF_SIZES.items():
     rule([packet.default], Rule(batched_text(count, linear="~"), _local_resizing))
 
-# -----------------------------------------------------------------------------
-# Norms and tables
-# -----------------------------------------------------------------------------
+# --- Norms and tables ---
 
 
 def _layer_norm_text(node: fx.Node) -> str:

@@ -13,9 +13,7 @@ from .batched import all_whole_text, batched_text
 aten = torch.ops.aten
 
 
-# -----------------------------------------------------------------------------
-# Stacks of matrices
-# -----------------------------------------------------------------------------
+# --- Stacks of matrices ---
 
 
 def _solve_text(node: fx.Node) -> str:
@@ -54,9 +52,7 @@ def _distances_text(node: fx.Node) -> str:
 rule([aten._cdist_forward.default], Rule(_distances_text))
 
 
-# -----------------------------------------------------------------------------
-# Fourier transforms
-# -----------------------------------------------------------------------------
+# --- Fourier transforms ---
 
 
 def _transform_text(node: fx.Node) -> str:

@@ -25,9 +25,7 @@ from .batched import all_whole_text
 
 aten = torch.ops.aten
 
-# -----------------------------------------------------------------------------
-# Embedding
-# -----------------------------------------------------------------------------
+# --- Embedding ---
 
 
 def _local_embedding(
@@ -85,9 +83,7 @@ def _embedding(
     return torch.nn.functional.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq)
 
 
-# -----------------------------------------------------------------------------
-# gather and index_select
-# -----------------------------------------------------------------------------
+# --- gather and index_select ---
 
 
 def _gather_text(node: fx.Node) -> str:
@@ -130,9 +126,7 @@ rule([aten.gather.default], Rule(_gather_text, _local_gather))
 rule([aten.index_select.default], Rule(_index_select_text, _local_index_select))
 
 
-# -----------------------------------------------------------------------------
-# Advanced indexing, scatters
-# -----------------------------------------------------------------------------
+# --- Advanced indexing, scatters ---
 
 
 def _index_text(node: fx.Node) -> str:
@@ -260,9 +254,7 @@ rule([aten.index_add.default, aten.index_copy.default], Rule(_rows_text))
 rule([aten.index_reduce.default], Rule(_without_marks(_rows_text)))
 
 
-# -----------------------------------------------------------------------------
-# Bags of rows
-# -----------------------------------------------------------------------------
+# --- Bags of rows ---
 
 
 @intercept(torch.nn.functional.embedding_bag, always=True)

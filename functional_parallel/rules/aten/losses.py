@@ -46,9 +46,7 @@ def fuse_cross_entropy(traced: Traced) -> None:
             node.args = (source.args[0], *node.args[1:])
 
 
-# -----------------------------------------------------------------------------
-# Softmax
-# -----------------------------------------------------------------------------
+# --- Softmax ---
 
 
 def _softmax_text(node: fx.Node) -> str:
@@ -74,9 +72,7 @@ rule([aten._softmax.default], Rule(_softmax_text, _local_softmax, casts=True, co
 rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=True, counts=True))
 
 
-# -----------------------------------------------------------------------------
-# Negative log likelihood and cross entropy
-# -----------------------------------------------------------------------------
+# --- Negative log likelihood and cross entropy ---
 
 
 def _likelihood_text(node: fx.Node) -> str:

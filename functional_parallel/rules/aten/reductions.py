@@ -156,9 +156,7 @@ rule(
 rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, casts=True, counts=True))
 
 
-# -----------------------------------------------------------------------------
-# Along one dim, same shape out: cumulative sums, sorts
-# -----------------------------------------------------------------------------
+# --- Along one dim, same shape out: cumulative sums, sorts ---
 
 
 rule([aten.cumsum.default], Rule(along_text("~")))

@@ -25,9 +25,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return info(node).aval.shape
 
 
-# -----------------------------------------------------------------------------
-# Views
-# -----------------------------------------------------------------------------
+# --- Views ---
 
 
 def reshaped_place(
@@ -69,9 +67,7 @@ def _local_view(step: OpContext, x: Tensor, shape: Sequence[int], **_: Argument)
 rule(RESHAPES, Rule(decide=_decide_view, local=_local_view, moves_only=True))
 
 
-# -----------------------------------------------------------------------------
-# Dims renamed, added and removed
-# -----------------------------------------------------------------------------
+# --- Dims renamed, added and removed ---
 
 
 def _reordered(names: list[str], order: Sequence[int]) -> str:
@@ -136,9 +132,7 @@ rule([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], Rule(_squeeze_
 rule([aten.expand.default], Rule(_expand_text, _local_expand))
 
 
-# -----------------------------------------------------------------------------
-# Slices and concatenations: replicated along the dim; other dims may be sharded
-# -----------------------------------------------------------------------------
+# --- Slices and concatenations: replicated along the dim; other dims may be sharded ---
 
 
 def _cut_place(place: AxisLayout, dim: int, extent: int, start: int, length: int) -> AxisLayout | None:
