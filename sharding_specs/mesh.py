@@ -70,9 +70,6 @@ class Mesh:
 
         >>> Mesh(data=-1, tensor=2).resolve(8)
         Mesh(data=4, tensor=2)
-
-        Raises:
-            MeshError: when the other axes do not divide the world size, or the product of the sizes differs from it.
         """
         known = math.prod(size for size in self._shape.values() if size != -1)
         if -1 in self._shape.values():
@@ -120,11 +117,7 @@ class Mesh:
     # --- coordinates ---
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's index along each axis.
-
-        Raises:
-            MeshError: when there is no such rank.
-        """
+        """Return a rank's index along each axis."""
         if rank not in self.ranks:
             raise MeshError(f"rank {rank} is not on {self!r}, which has ranks 0 to {self.size - 1}")
         found: dict[str, int] = {}

@@ -18,13 +18,6 @@ def parse_dims(text: str, sizes: Mapping[str, int]) -> list[tuple[str | int, ...
 
     >>> parse_dims("embed (3 heads/tensor dim)", {})
     [(), (3, 'tensor')]
-
-    Args:
-        text: the spec string.
-        sizes: sizes of named factors.
-
-    Raises:
-        ValueError: when the text is not a pattern, or a factor outside a sharded factor has no known size.
     """
     axes: dict[str, tuple[str, ...]] = {}
 
@@ -74,7 +67,10 @@ def _factors(
         if name in axes:
             found.extend(axes[name])
             if index < last:
-                found.append(_rest_of(name, axes[name], sizes, text))
+                raise ValueError(
+                    f"spec {text!r}: {name!r} is sharded by {', '.join(axes[name])} and so is a factor inside it in "
+                    "the same dim; give both axes to one factor, 'name/(outer,inner)'"
+                )
         else:
             found.append(_size(name, sizes, text))
     return tuple(found)
@@ -89,10 +85,3 @@ def _size(name: str, sizes: Mapping[str, int], text: str) -> int:
             f"write the number in its place, or P.parse(text, {name}=…)"
         )
     return sizes[name]
-
-
-def _rest_of(name: str, axes: tuple[str, ...], sizes: Mapping[str, int], text: str) -> int:
-    raise ValueError(
-        f"spec {text!r}: {name!r} is sharded by {', '.join(axes)} and so is a factor inside it in the same dim; "
-        "give both axes to one factor, 'name/(outer,inner)'"
-    )

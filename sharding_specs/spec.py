@@ -168,19 +168,10 @@ class P:
         reduced: Iterable[str] | None = None,
         padded: Mapping[int, int] | None = None,
     ) -> P:
-        """Return the spec with some fields replaced.
+        """Return the spec with some fields replaced. They have the forms of the arguments of `P`.
 
         >>> P("data", unreduced={"pipe"}).replace([None, "tensor"])
         P(None, 'tensor', unreduced={'pipe'})
-
-        Args:
-            dims: new dims, as for `P`.
-            unreduced: new axes with partial sums.
-            reduced: new axes along which the gradient is wanted as partial sums.
-            padded: new padded dims with their sizes.
-
-        Raises:
-            SpecError: when the fields do not fit together.
         """
         return P(
             *(self._dims if dims is None else dims),

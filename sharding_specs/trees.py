@@ -65,7 +65,7 @@ def broadcast_specs(
     try:
         subtrees = structure.flatten_up_to(tree)
     except ValueError as error:
-        found = _differences(specs, tree, ()) or [_on_one_line(str(error))]
+        found = _differences(specs, tree, ()) or [" ".join(str(error).split())]
         more = [f"  and {len(found) - _MOST} more"] if len(found) > _MOST else []
         lines = [*(f"  {each}" for each in found[:_MOST]), *more, f"  {_ways_to_write(tree)}"]
         raise SpecError("\n".join([f"{name}: not of the structure of {what}:", *lines])) from None
@@ -121,7 +121,3 @@ def _ways_to_write(tree: Tree) -> str:
     each = repr(optree.tree_map(lambda _: _AnySpec(), tree, is_leaf=lambda x: x is not tree))
     example = f", {each} has one for each part" if 4 < len(each) <= _LONGEST else ""
     return f"a spec stands for all that is below it: P(…) alone for everything{example}"
-
-
-def _on_one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_parallel as fp
 from functional_parallel.errors import TracingError
-from functional_parallel.ir import info, source
-from functional_parallel.ir.graph import Traced, aval_of
+from functional_parallel.ir import Traced, aval_of, info, source
 from functional_parallel.tracing import trace
 from functional_parallel.tracing.record import recorder
 from sharding_specs import Mesh, P

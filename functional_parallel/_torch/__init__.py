@@ -38,7 +38,7 @@ from .ops import (
     stride_free,
     under_transforms,
 )
-from .threads import of_thread
+from .threads import of_thread, pushed
 from .transforms import (
     TorchDispatchMode,
     backward_node_number,
@@ -104,6 +104,7 @@ __all__ = [
     "next_node_number",
     "of_thread",
     "one_by_one",
+    "pushed",
     "reads_no_memory",
     "redrawing_initialiser",
     "running_functions",

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.utils.checkpoint
 
-from .threads import of_thread
+from .threads import of_thread, pushed
 
 __all__ = ["checkpointing"]
 
@@ -25,14 +25,12 @@ def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iter
     # Its two implementations, an autograd.Function and hooks on saved tensors, do not work under torch.func. Models
     # hold references to `checkpoint`, so the two names that it looks up at each call are replaced. They stay replaced
     # for all threads while some thread is inside. Threads outside still use torch's implementations.
-    regions = _regions()
-    regions.append(region)
     _checkpoints.enter()
     try:
-        yield
+        with pushed(_regions(), region):
+            yield
     finally:
         _checkpoints.leave()
-        regions.pop()
 
 
 def _regions() -> list[Callable[[str], AbstractContextManager[None]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .threads import of_thread
+from .threads import of_thread, pushed
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
@@ -39,15 +39,9 @@ except ImportError:  # pragma: no cover - an older or newer spelling
     DATA_DEPENDENT_ERRORS = ()
 
 
-@contextmanager
-def unlogged_fakes() -> Iterator[None]:
+def unlogged_fakes() -> AbstractContextManager[None]:
     """Silence torch's log of errors on fake tensors, twenty lines of traceback each. The errors are still raised."""
-    silent = of_thread("silent", list)
-    silent.append(True)
-    try:
-        yield
-    finally:
-        silent.pop()
+    return pushed(of_thread("silent", list[bool]), True)
 
 
 FAKES = logging.getLogger("torch._subclasses.fake_tensor")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
-__all__ = ["of_thread"]
-
+__all__ = ["of_thread", "pushed"]
 
 T = TypeVar("T")
 
@@ -25,6 +25,16 @@ def of_thread(name: str, make: Callable[[], T]) -> T:
         _stash(key, make())
     found: T = torch._C._get_obj_in_tls(key)
     return found
+
+
+@contextmanager
+def pushed(stack: list[T], value: T) -> Iterator[None]:
+    """Append a value to a list inside a `with` block."""
+    stack.append(value)
+    try:
+        yield
+    finally:
+        stack.pop()
 
 
 def _stash(key: str, value: object) -> None:

@@ -71,9 +71,7 @@ class Typing:
             return self._primitive(primitive, node)
         if node.target in _OF_THE_SECOND:
             return type_of(node.args[1])
-        if (
-            node.target is aten.zeros.default and info(node).forward_node is not None
-        ):  # a derivative that is 0 has the type of any other derivative
+        if node.target is aten.zeros.default and info(node).forward_node is not None:  # a derivative that is 0
             return dual(type_of(info(node).forward_node))
         types = [type_of(operand) for operand in tensor_operands(node)]
         self._refuse_missed_casts(node)

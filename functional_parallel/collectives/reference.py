@@ -108,15 +108,8 @@ def _sum(values: Values, reduce_dtype: torch.dtype | None) -> Tensor:
     return reduce(torch.add, (value.to(reduce_dtype) for value in values)).to(values[0].dtype)
 
 
-_OPERATIONS: dict[str, Callable[..., list[Tensor]]] = {
-    "psum": psum,
-    "psum_scatter": psum_scatter,
-    "all_gather": all_gather,
-    "pscatter": pscatter,
-    "all_to_all": all_to_all,
-    "ppermute": ppermute,
-    "pmax": pmax,
-    "pmin": pmin,
-    "pbroadcast": pbroadcast,
-    "pcast": pcast,
-}
+_FUNCTIONS: tuple[Callable[..., list[Tensor]], ...] = (
+    *(psum, psum_scatter, all_gather, pscatter, all_to_all),
+    *(ppermute, pmax, pmin, pbroadcast, pcast),
+)
+_OPERATIONS = {each.__name__: each for each in _FUNCTIONS}

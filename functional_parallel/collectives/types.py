@@ -136,10 +136,8 @@ _FIXES = {
     "if a copy per rank is meant",
     ("all_gather", _R): "there is nothing to gather; use it as it is",
     ("all_gather", _U): "write fp.psum_scatter or fp.psum first",
-    (
-        "pscatter",
-        _V,
-    ): "a slice by rank of a value that differs by rank loses data; write fp.all_to_all, or gather first",
+    ("pscatter", _V): "a slice by rank of a value that differs by rank loses data; write fp.all_to_all, "
+    "or gather first",
     ("pscatter", _U): "write fp.psum_scatter(x, {axis!r}, dim), which sums and keeps one slice",
     ("pscatter", _R): "write fp.pscatter of the Invariant value that it was cast from",
     ("pmax", _I): "drop it",
@@ -213,10 +211,8 @@ def _check_cast(axis: str, state: State, params: Mapping[str, Param]) -> None:
 
 
 _CAST_FIXES = {
-    (
-        _V,
-        _I,
-    ): "no cast makes different values equal; write fp.psum, fp.pmax or fp.all_gather(x, {axis!r}, to='invariant')",
+    (_V, _I): "no cast makes different values equal; write fp.psum, fp.pmax or "
+    "fp.all_gather(x, {axis!r}, to='invariant')",
     (_V, _R): "no cast makes different values equal; write fp.all_gather(x, {axis!r}, to='reduced')",
     (_I, _U): "as partial sums it would count once per rank; write "
     "fp.pcast(fp.pvary(x, {axis!r}), {axis!r}, to='unreduced') if that is meant",

@@ -2,6 +2,7 @@
 
 from .derivatives import grad, grad_and_value, hessian, jvp, unused, vmap
 from .foreign import require_function, require_mesh, written_here
+from .forward_first import filled
 from .functional import functional
 from .keywords import explain_keywords
 from .local_function import (
@@ -29,6 +30,7 @@ __all__ = [
     "axis_mesh",
     "bind_positional",
     "explain_keywords",
+    "filled",
     "functional",
     "grad",
     "grad_and_value",

@@ -61,14 +61,12 @@ def as_batch_norms() -> Iterator[None]:
     """Run the batch norms that this thread calls inside as plain ones over their input batch."""
     # The `forward` of the classes is replaced for all threads while any thread is inside. Threads that are not inside
     # still get torch's behaviour.
-    inside = _inside()
-    inside.append(True)
     _forwards.enter()
     try:
-        yield
+        with _torch.pushed(_inside(), True):
+            yield
     finally:
         _forwards.leave()
-        inside.pop()
 
 
 def _inside() -> list[bool]:

@@ -25,7 +25,7 @@ from ..collectives import dims_of_leaves, dual, pvary
 from ..collectives import vmap as _vmap
 from ..ir import hollow, info, is_trained, primitive_name, update_info
 from ..tracing import Recorder, recorder
-from .forward_first import forward_first
+from .forward_first import filled, forward_first
 from .local_function import LocalFunction, as_local_function
 from .positional import copy_signature
 from .request import PyTree, SpecTree
@@ -134,7 +134,7 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
     run = f if isinstance(f, LocalFunction) and f.layout.axes else forward_first(f, lenient=True)
 
     def flat(*values: torch.Tensor) -> tuple[Any, ...]:
-        result = run(*_filled(leaves, moving, values, tree))
+        result = run(*filled(leaves, moving, values, tree))
         register_dataclasses(result)
         outputs, found["tree"] = optree.tree_flatten(result)
         return tuple(outputs)
@@ -266,7 +266,7 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
         found: dict[str, Any] = {}
 
         def flat(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-            result = run(*_filled(leaves, moving, values, tree), **named)
+            result = run(*filled(leaves, moving, values, tree), **named)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise ValueError(f"has_aux=True: {_name(f)} must return (value, aux), not {type(result).__name__}")
             value, aux = result if has_aux else (result, None)
@@ -335,16 +335,6 @@ def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums
     specs = f.layout.arguments(args)
     duals = [optree.tree_map(P.dual, spec) for spec in specs]
     return duals[argnums] if isinstance(argnums, int) else tuple(duals[number] for number in argnums)
-
-
-# --- Leaves ---
-
-
-def _filled(leaves: list[PyTree], moving: list[int], values: Sequence[torch.Tensor], tree: optree.PyTreeSpec) -> PyTree:
-    whole = list(leaves)
-    for index, value in zip(moving, values, strict=True):
-        whole[index] = value
-    return tree.unflatten(whole)
 
 
 def _name(f: Callable[..., PyTree]) -> str:

@@ -7,7 +7,7 @@ values, does not recognise wrapped ones. In a separate trace they are not wrappe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -22,7 +22,7 @@ from ..ir import aval_of
 from ..tracing import CapturedTensors, Recorder, depends_on_layouts, recorder, trace
 from .request import PyTree
 
-__all__ = ["forward_first"]
+__all__ = ["filled", "forward_first"]
 
 
 def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callable[..., PyTree]:
@@ -44,15 +44,20 @@ def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callabl
     return call
 
 
+def filled(leaves: list[PyTree], indices: list[int], values: Sequence[PyTree], tree: optree.PyTreeSpec) -> PyTree:
+    """Unflatten the leaves with some of them replaced."""
+    whole = list(leaves)
+    for index, value in zip(indices, values, strict=True):
+        whole[index] = value
+    return tree.unflatten(whole)
+
+
 def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[PyTree], tree: optree.PyTreeSpec) -> PyTree:
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     found: dict[str, Any] = {}
 
     def flat(*values: torch.Tensor) -> list[Any]:
-        filled = list(leaves)
-        for index, value in zip(tensors, values, strict=True):
-            filled[index] = value
-        args, named = tree.unflatten(filled)
+        args, named = filled(leaves, tensors, values, tree)
         result = f(*args, **named)
         register_dataclasses(result)
         outputs, found["tree"] = optree.tree_flatten(result)

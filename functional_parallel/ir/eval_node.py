@@ -6,8 +6,8 @@ therefore called as its differentiable primitive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import optree
@@ -59,15 +59,9 @@ def grad_mode_of(node: fx.Node) -> AbstractContextManager[Any]:
     return torch.no_grad() if info(node).no_grad else nullcontext()
 
 
-@contextmanager
-def explicit_casts() -> Iterator[None]:
+def explicit_casts() -> AbstractContextManager[None]:
     """Declare that ops inside write their casts explicitly, so that no torch.func derivative can miss one."""
-    explicit = _explicit()
-    explicit.append(True)
-    try:
-        yield
-    finally:
-        explicit.pop()
+    return _torch.pushed(_explicit(), True)
 
 
 def casts_are_explicit() -> bool:

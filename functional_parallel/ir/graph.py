@@ -17,19 +17,15 @@ from torch.fx.node import Argument
 
 from .. import _torch
 from ..collectives import primitive_of
-from .aval import Aval, aval_of, hollow, without_memory
 from .info import info, set_info, update_info
 from .source import Source
 
 __all__ = [
     "Args",
-    "Aval",
     "Kwargs",
     "Traced",
     "argument",
-    "aval_of",
     "forget_rewrites",
-    "hollow",
     "named_arguments",
     "operands_of",
     "primitive_name",
@@ -38,7 +34,6 @@ __all__ = [
     "topological_order",
     "walk_args",
     "where",
-    "without_memory",
 ]
 
 K = TypeVar("K", bound=Hashable)

@@ -11,8 +11,7 @@ import linecache
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -83,37 +82,19 @@ def _around() -> _Around:
     return _torch.of_thread("source", _Around)
 
 
-@contextmanager
-def at_source(source: Source | None) -> Iterator[None]:
+def at_source(source: Source | None) -> AbstractContextManager[None]:
     """Set the source line of ops recorded inside, regardless of the stack. None leaves the stack in effect."""
-    inherited = _around().inherited
-    inherited.append(source)
-    try:
-        yield
-    finally:
-        inherited.pop()
+    return _torch.pushed(_around().inherited, source)
 
 
-@contextmanager
-def recompute_region(name: str) -> Iterator[None]:
+def recompute_region(name: str) -> AbstractContextManager[None]:
     """Put the ops recorded inside into one region. A number is appended to its name."""
-    regions = _around().regions
-    regions.append(f"{name} {next(_region_numbers)}")
-    try:
-        yield
-    finally:
-        regions.pop()
+    return _torch.pushed(_around().regions, f"{name} {next(_region_numbers)}")
 
 
-@contextmanager
-def count_stage_boundaries() -> Iterator[None]:
+def count_stage_boundaries() -> AbstractContextManager[None]:
     """Count the stage boundaries passed inside, starting at 0."""
-    counts = _around().stages
-    counts.append(0)
-    try:
-        yield
-    finally:
-        counts.pop()
+    return _torch.pushed(_around().stages, 0)
 
 
 def pass_stage_boundary() -> None:

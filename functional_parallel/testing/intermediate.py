@@ -17,7 +17,7 @@ from sharding_specs import Mesh
 
 from ..compile import compile
 from ..errors import NotEquivalentError
-from ..functions import PyTree
+from ..functions import PyTree, filled
 from ..ir import Traced, at_source, aval_of, eval_node, grad_mode_of, info, source_of, walk_args, where
 from ..partition import prepare
 from ..tracing import trace
@@ -74,10 +74,7 @@ def traced_leaves(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Trac
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
     def flat(*values: torch.Tensor) -> list[Any]:
-        filled = list(leaves)
-        for index, value in zip(tensors, values, strict=True):
-            filled[index] = value
-        return list(optree.tree_leaves(loss(*tree.unflatten(filled))))
+        return list(optree.tree_leaves(loss(*filled(leaves, tensors, values, tree))))
 
     return prepare(trace(flat, [aval_of(leaves[index]) for index in tensors], forward_only=True))
 

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import fx
 
-from ..functions import PyTree
+from ..functions import PyTree, filled
 from ..ir import Aval, aval_of, eval_node, tensor_operands
 from ..partition import prepare
 from ..rules import RuleText, lookup, parse_rule
@@ -43,10 +43,7 @@ class Sample:
         return [aval_of(value) for value in self.values]
 
     def call(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = list(self.leaves)
-        for index, value in zip(self.operands, values, strict=True):
-            leaves[index] = value
-        return _call(self.op, *self.tree.unflatten(leaves))
+        return _call(self.op, *filled(self.leaves, self.operands, values, self.tree))
 
 
 def sample_of(op: Callable[..., PyTree], number: int, sample: tuple[PyTree, ...]) -> Sample:
@@ -59,10 +56,7 @@ def sample_of(op: Callable[..., PyTree], number: int, sample: tuple[PyTree, ...]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
     def flat(*values: torch.Tensor) -> list[torch.Tensor]:
-        filled = list(leaves)
-        for index, value in zip(tensors, values, strict=True):
-            filled[index] = value
-        return _call(op, *tree.unflatten(filled))
+        return _call(op, *filled(leaves, tensors, values, tree))
 
     traced = prepare(trace(flat, [aval_of(leaves[index]) for index in tensors], forward_only=True))
     node = _node_of(op, number, traced.nodes)

@@ -88,10 +88,8 @@ def _gradient(f: Callable[..., PyTree], count: int) -> Callable[..., PyTree]:
         leaves = [leaf for leaf in optree.tree_leaves(f(*args)) if isinstance(leaf, torch.Tensor)]
         total = None
         for number, leaf in enumerate(leaf for leaf in leaves if leaf.is_floating_point()):
-            weights = (torch.arange(leaf.numel(), dtype=leaf.dtype, device=leaf.device) % 5 + number + 1).reshape(
-                leaf.shape
-            )
-            term = (leaf * weights).sum()
+            positions = torch.arange(leaf.numel(), dtype=leaf.dtype, device=leaf.device)
+            term = (leaf * (positions % 5 + number + 1).reshape(leaf.shape)).sum()
             total = term if total is None else total + term
         assert total is not None, "a gradient needs a floating result"
         return total

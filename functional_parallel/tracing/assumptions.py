@@ -43,11 +43,8 @@ def assume(read: Callable[[], Hashable]) -> None:
 def collect_assumptions() -> Iterator[list[Assumption]]:
     """Collect the assumptions that are recorded inside."""
     found: list[Assumption] = []
-    _open().append(found)
-    try:
+    with _torch.pushed(_open(), found):
         yield found
-    finally:
-        _open().pop()
 
 
 def _open() -> list[list[Assumption]]:

@@ -124,10 +124,7 @@ _ASKED_BY_TORCH = {  # library functions that read values where the user's line 
     "torch.distributions.distribution.__init__": "torch checks the distribution's parameters; give it "
     "validate_args=False",
     **dict.fromkeys(
-        (
-            "transformers.masking_utils._ignore_causal_mask_sdpa",
-            "transformers.masking_utils._ignore_bidirectional_mask_sdpa",
-        ),
+        [f"transformers.masking_utils._ignore_{kind}_mask_sdpa" for kind in ("causal", "bidirectional")],
         "transformers reads the attention mask where a transform of torch.func hides the trace; use fp.grad, fp.vmap "
         "or fp.jvp instead of it",
     ),

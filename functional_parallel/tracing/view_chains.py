@@ -171,18 +171,10 @@ def _again(view: View) -> tuple[_torch.Op, Args]:
 
 
 _INVERSES: dict[_torch.Op, Callable[[View], tuple[_torch.Op, Args]]] = {
-    aten.alias.default: _reshaped,
+    **dict.fromkeys((aten.alias.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshaped),
+    **dict.fromkeys((aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default), _reshaped),
+    **dict.fromkeys((aten.t.default, aten.transpose.int, aten._conj.default, aten._neg_view.default), _again),
     aten.permute.default: _unpermuted,
-    aten.squeeze.default: _reshaped,
-    aten.squeeze.dim: _reshaped,
-    aten.squeeze.dims: _reshaped,
-    aten.t.default: _again,
-    aten.transpose.int: _again,
-    aten.unsqueeze.default: _reshaped,
-    aten.view.default: _reshaped,
-    aten._unsafe_view.default: _reshaped,
-    aten._conj.default: _again,
-    aten._neg_view.default: _again,
     aten.view_as_complex.default: lambda _: (aten.view_as_real.default, ()),
     aten.view_as_real.default: lambda _: (aten.view_as_complex.default, ()),
 }

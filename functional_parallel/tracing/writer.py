@@ -41,14 +41,11 @@ class Writer(_torch.TorchDispatchMode):
         is_local_body: bool = False,
     ) -> None:
         _torch.TorchDispatchMode.__init__(self)
-        self.fake_mode = fake_mode
-        self.forward_only = forward_only
-        self.on_node = on_node
-        self.is_local_body = is_local_body
+        self.fake_mode, self.forward_only, self.on_node = fake_mode, forward_only, on_node
+        self.is_local_body, self.outer = is_local_body, outer
         self.traced = Traced(fx.Graph())
         self._nodes: dict[int, fx.Node] = {}
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.outer = outer
         self.aliases = ViewChains(self.create)
         around = None if outer is None else outer.layouts
         self.layouts: Layouts = Layouts(self.traced, self.node_of, self.living, around)

@@ -12,8 +12,7 @@ from torch import fx
 
 import functional_parallel as fp
 from functional_parallel import _torch
-from functional_parallel.ir import info
-from functional_parallel.ir.graph import Aval, aval_of
+from functional_parallel.ir import Aval, aval_of, info
 from functional_parallel.lowering import leftovers
 from sharding_specs import Mesh, P
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from functional_parallel.checker import argument_checks
-from functional_parallel.ir import info
-from functional_parallel.ir.graph import aval_of
+from functional_parallel.ir import aval_of, info
 from functional_parallel.ir.stand_ins import differentiable_form
 from functional_parallel.ops.constrain import OP as CONSTRAIN
 from functional_parallel.ops.constrain import _Constrain, constrain_rest

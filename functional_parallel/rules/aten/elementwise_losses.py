@@ -20,10 +20,8 @@ aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # torch's codes for reduction=
 
 _LOSSES = {  # position of the argument `reduction` of the op
-    aten.mse_loss.default: 2,
-    aten.smooth_l1_loss.default: 2,
-    aten.huber_loss.default: 2,
-    aten.soft_margin_loss.default: 2,
+    **dict.fromkeys((aten.mse_loss.default, aten.smooth_l1_loss.default), 2),
+    **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default), 2),
     aten.binary_cross_entropy.default: 3,
     aten.binary_cross_entropy_with_logits.default: 4,
 }

@@ -77,32 +77,21 @@ def _local_contiguous(step: OpContext, *args: Argument) -> Tensor:
 
 
 _OF_IMAGES = {  # number of image dims that must be replicated
-    aten.avg_pool2d_backward: 2,
-    aten.avg_pool3d_backward: 3,
-    aten._adaptive_avg_pool2d_backward: 2,
-    aten._adaptive_avg_pool3d_backward: 3,
-    aten.max_pool2d_with_indices_backward: 2,
+    **dict.fromkeys((aten.reflection_pad1d_backward, aten.replication_pad1d_backward), 1),
+    **dict.fromkeys((aten.avg_pool2d_backward, aten._adaptive_avg_pool2d_backward), 2),
+    **dict.fromkeys((aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward), 2),
+    **dict.fromkeys((aten.reflection_pad2d_backward, aten.replication_pad2d_backward), 2),
+    **dict.fromkeys((aten.avg_pool3d_backward, aten._adaptive_avg_pool3d_backward), 3),
+    **dict.fromkeys((aten.reflection_pad3d_backward, aten.replication_pad3d_backward), 3),
     aten.max_pool3d_with_indices_backward: 3,
-    aten.adaptive_max_pool2d_backward: 2,
-    aten.reflection_pad1d_backward: 1,
-    aten.reflection_pad2d_backward: 2,
-    aten.reflection_pad3d_backward: 3,
-    aten.replication_pad1d_backward: 1,
-    aten.replication_pad2d_backward: 2,
-    aten.replication_pad3d_backward: 3,
 }
 _OF_SIZES = {  # the same for ops with the sizes as arguments
-    aten.upsample_nearest1d_backward: 1,
-    aten.upsample_linear1d_backward: 1,
+    **dict.fromkeys((aten.upsample_nearest1d_backward, aten.upsample_linear1d_backward), 1),
+    **dict.fromkeys((aten.upsample_nearest2d_backward, aten.upsample_bilinear2d_backward), 2),
+    **dict.fromkeys((aten.upsample_bicubic2d_backward, aten._upsample_nearest_exact2d_backward), 2),
+    **dict.fromkeys((aten._upsample_bilinear2d_aa_backward, aten._upsample_bicubic2d_aa_backward), 2),
+    **dict.fromkeys((aten.upsample_nearest3d_backward, aten.upsample_trilinear3d_backward), 3),
     aten._upsample_nearest_exact1d_backward: 1,
-    aten.upsample_nearest2d_backward: 2,
-    aten.upsample_bilinear2d_backward: 2,
-    aten.upsample_bicubic2d_backward: 2,
-    aten._upsample_nearest_exact2d_backward: 2,
-    aten._upsample_bilinear2d_aa_backward: 2,
-    aten._upsample_bicubic2d_aa_backward: 2,
-    aten.upsample_nearest3d_backward: 3,
-    aten.upsample_trilinear3d_backward: 3,
     aten._upsample_nearest_exact3d_backward: 3,
 }
 rule([aten.convolution_backward.default], Rule(_convolution_text, _local_convolution))

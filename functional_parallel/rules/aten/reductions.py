@@ -161,8 +161,6 @@ rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, cast
 
 rule([aten.cumsum.default], Rule(along_text("~")))
 rule([aten.cumprod.default, aten.glu.default], Rule(along_text()))
-rule(
-    [aten.logcumsumexp.default], Rule(along_text(), whole_gradient=True)
-)  # its derivative takes the logarithm of the gradient
+rule([aten.logcumsumexp.default], Rule(along_text(), whole_gradient=True))  # its derivative takes log of the gradient
 rule([aten.cummax.default, aten.cummin.default], Rule(along_text()))
 rule([aten.sort.default, aten.sort.stable, aten.topk.default], Rule(along_text()))

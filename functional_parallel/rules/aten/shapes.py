@@ -60,11 +60,11 @@ def _decide_view(step: OpContext) -> OpSharding:
     return OpSharding((REPLICATED,), (REPLICATED,)) if place is None else OpSharding((operand.place,), (place,))
 
 
-def _local_view(step: OpContext, x: Tensor, shape: Sequence[int], **_: Argument) -> Tensor:
+def _local_reshape(step: OpContext, x: Tensor, *_: Argument, **__: Argument) -> Tensor:
     return x.reshape(step.local_result_shape())
 
 
-rule(RESHAPES, Rule(decide=_decide_view, local=_local_view, moves_only=True))
+rule(RESHAPES, Rule(decide=_decide_view, local=_local_reshape, moves_only=True))
 
 
 # --- Dims renamed, added and removed ---
@@ -107,10 +107,6 @@ def _squeeze_text(node: fx.Node) -> str:
     return f"~{pattern(left)} -> {pattern(right)}"
 
 
-def _local_squeeze(step: OpContext, x: Tensor, dims: int | Sequence[int] | None = None) -> Tensor:
-    return x.reshape(step.local_result_shape())
-
-
 def _expand_text(node: fx.Node) -> str:
     before, after = _shape(node.args[0]), _shape(node)
     extra = len(after) - len(before)
@@ -128,7 +124,7 @@ rule([aten.transpose.int], Rule(_transpose_text))
 rule([aten.t.default], Rule(_t_text))
 rule([aten.permute.default], Rule(_permute_text))
 rule([aten.unsqueeze.default], Rule(_unsqueeze_text))
-rule([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], Rule(_squeeze_text, _local_squeeze))
+rule([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], Rule(_squeeze_text, _local_reshape))
 rule([aten.expand.default], Rule(_expand_text, _local_expand))
 
 
