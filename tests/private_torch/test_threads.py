@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 
+import pytest
 import torch
 
 from functional_parallel import _torch
@@ -31,3 +32,11 @@ def test_what_a_thread_has_lives_on_when_nobody_else_holds_it() -> None:
     held = weakref.ref(_torch.of_thread("held", Held))
     gc.collect()
     assert held() is not None and held() is _torch.of_thread("held", Held)
+
+
+def test_a_pushed_value_is_removed_after_an_error() -> None:
+    stack = [1]
+    with pytest.raises(KeyError), _torch.pushed(stack, 2):
+        assert stack == [1, 2]
+        raise KeyError
+    assert stack == [1]
