@@ -16,14 +16,8 @@ __all__ = ["assign_stages"]
 def assign_stages(traced: Traced, roles: OpRoles, cut: Mapping[fx.Node, int], last: int) -> dict[fx.Node, int]:
     """Assign a stage to every staged op. Forward values pass to later stages only, backward values to earlier ones.
 
-    Args:
-        traced: the graph. A backward op may get the forward's value for a recomputed operand of another stage.
-        roles: the roles of its ops.
-        cut: the minimum stage of each forward op. An op with an operand of a later stage moves to that stage.
-        last: the last stage.
-
-    Returns:
-        The stage of each staged op.
+    `cut` is the minimum stage of each forward op. An op with an operand of a later stage moves to that stage. A
+    backward op may get the forward's value for a recomputed operand of another stage.
     """
     stage: dict[fx.Node, int] = {}
     for node in traced.nodes:

@@ -35,18 +35,11 @@ __all__ = ["PipelineRequest", "build", "build_stages", "classify_ops", "pipeline
 
 @dataclass(frozen=True)
 class PipelineRequest(Request):
-    """Request of `fp.pipeline`.
-
-    Attributes:
-        axis: the mesh axis.
-        virtual: the axis of microbatches.
-        schedule: a function that returns the schedule for a number of ranks of the axis.
-        cut: the specification of the model's cut.
-    """
+    """Request of `fp.pipeline`."""
 
     axis: str
-    virtual: str
-    schedule: Callable[[int], Schedule]
+    virtual: str  # the axis of microbatches
+    schedule: Callable[[int], Schedule]  # for a number of ranks of the axis
     cut: CutSpec
 
     def on(self, mesh: Mesh) -> Schedule:
@@ -75,29 +68,13 @@ def pipeline_of(layout: Layout) -> PipelineRequest | None:
 
 
 def build(
-    program: Program,
-    plan: PipelineRequest,
-    parts: DimSplit,
-    inlined: set[fx.Node],
-    without: Collection[str] = (),
+    program: Program, plan: PipelineRequest, parts: DimSplit, inlined: set[fx.Node], without: Collection[str] = ()
 ) -> Generator[str, None, PipelineProgram]:
-    """Cut a step into a pipeline. The passes of a program have not been applied to its programs yet.
+    """Cut a step into a pipeline. Yield the name of each pass over the full step after it.
 
-    Args:
-        program: the step at the shapes of one microbatch, with the axis of microbatches in its specs.
-        plan: the axis, the schedule and the cut.
-        parts: the split of a rank's batch into microbatches.
-        inlined: values that are recomputed for every microbatch: gathered parameters.
-        without: names of disabled passes.
-
-    Yields:
-        The name of each pass over the full step after it.
-
-    Returns:
-        The pipeline.
-
-    Raises:
-        PipelineError: if the function cannot be cut in this way.
+    The passes of a program have not been applied to the programs of the pipeline yet. `program` has the shapes of one
+    microbatch, and the axis of microbatches in its specs. `inlined` are values that are recomputed for every
+    microbatch: gathered parameters.
     """
     roles = classify_ops(program, plan.virtual, inlined)
     schedule = plan.on(program.mesh)
@@ -108,12 +85,7 @@ def build(
 
 class _PipelineBuilder:
     def __init__(
-        self,
-        program: Program,
-        plan: PipelineRequest,
-        parts: DimSplit,
-        roles: OpRoles,
-        builder: StageBuilder,
+        self, program: Program, plan: PipelineRequest, parts: DimSplit, roles: OpRoles, builder: StageBuilder
     ) -> None:
         self.program, self.plan, self.parts, self.roles, self.builder = program, plan, parts, roles, builder
         self.traced, self.extractor = program.traced, builder.extractor
@@ -244,26 +216,11 @@ def classify_ops(program: Program, virtual: str, inlined: set[fx.Node]) -> OpRol
 
 
 def build_stages(
-    program: Program,
-    roles: OpRoles,
-    cut: Mapping[fx.Node, int],
-    count: int,
-    without: Collection[str],
+    program: Program, roles: OpRoles, cut: Mapping[fx.Node, int], count: int, without: Collection[str]
 ) -> Generator[str, None, StageBuilder]:
     """Assign each op of a step to a stage, recompute cheap values in the backward of each stage, and split the graph.
 
-    Args:
-        program: the step.
-        roles: the roles of its ops.
-        cut: the minimum stage of each forward op.
-        count: the number of stages.
-        without: names of disabled passes.
-
-    Yields:
-        The name of each pass over the full step after it.
-
-    Returns:
-        The builder of the stages' programs.
+    `cut` is the minimum stage of each forward op. The name of each pass over the full step is yielded after it.
     """
     stage = assign_stages(program.traced, roles, cut, count - 1)
     if RecomputeCheap.name not in without:

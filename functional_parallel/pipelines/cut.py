@@ -19,7 +19,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..errors import PipelineError
-from ..ir import Aval, Source, Traced, info, operands_of, source_of
+from ..ir import Aval, Traced, info, operands_of, source_of
 from ..program import recompute_cost
 from ..schedules import count
 from .roles import OpRole, OpRoles
@@ -34,25 +34,14 @@ _SLACK = 1.1  # largest stage allowed for the sake of smaller messages, relative
 
 @dataclass(frozen=True)
 class CutSpec:
-    """Specification of a cut.
+    """Specification of a cut. `balance` counts if neither marks nor stacks define the cut."""
 
-    Attributes:
-        balance: the quantity to balance over the stages, if neither marks nor stacks define the cut: "work", or
-            "memory" of parameters and residuals.
-        stacks: the stacks of layers between which to cut, if any.
-    """
-
-    balance: str = "work"
-    stacks: Stacks | None = None
+    balance: str = "work"  # the quantity to balance over the stages; or "memory" of parameters and residuals
+    stacks: Stacks | None = None  # the stacks of layers between which to cut
 
 
 def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh) -> dict[fx.Node, int]:
-    """Return the stage of every staged forward op.
-
-    Raises:
-        PipelineError: if the marks define another number of stages, a stage would be empty, `stages` does not divide
-            the stacked layers, or the model has too few cut points.
-    """
+    """Return the stage of every staged forward op."""
     forward = _staged_forward(traced, roles)
     marks = 1 + max((source.stage for node in roles.of if (source := source_of(node)) is not None), default=0)
     if marks > 1:
@@ -72,11 +61,6 @@ def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh
 
 def _staged_forward(traced: Traced, roles: OpRoles) -> list[fx.Node]:
     return [node for node in traced.nodes if roles.of[node] is OpRole.STAGED and node not in roles.backward]
-
-
-# -----------------------------------------------------------------------------
-# Marks
-# -----------------------------------------------------------------------------
 
 
 def _by_marks(forward: list[fx.Node], roles: OpRoles, marks: int, stages: int) -> dict[fx.Node, int]:
@@ -99,11 +83,6 @@ def _by_marks(forward: list[fx.Node], roles: OpRoles, marks: int, stages: int) -
             "take one out, or move it"
         )
     return found
-
-
-# -----------------------------------------------------------------------------
-# Stacked layers
-# -----------------------------------------------------------------------------
 
 
 def _by_layers(
@@ -134,21 +113,14 @@ def stage_of_layer(path: str, lengths: Mapping[str, int], stages: int) -> int:
 
 
 def _check_stacks(traced: Traced, roles: OpRoles) -> None:
-    whole = [
-        node for node in traced.nodes if node.target is torch.ops.aten.stack.default and roles.of[node] is OpRole.ONCE
-    ]
-    for node in whole:
-        if any(info(operand).is_parameter for operand in operands_of(node)):
+    for node in traced.nodes:
+        is_whole = node.target is torch.ops.aten.stack.default and roles.of[node] is OpRole.ONCE
+        if is_whole and any(info(operand).is_parameter for operand in operands_of(node)):
             user = next(iter(node.users))
             raise PipelineError(
                 f"{source_of(user)}: {user.target} uses a stack of layers as a whole, but its layers live on different "
                 "stages: take one layer at a time, params[…][i] or a loop over it"
             )
-
-
-# -----------------------------------------------------------------------------
-# In balance
-# -----------------------------------------------------------------------------
 
 
 def _costs(forward: Sequence[fx.Node], roles: OpRoles, balance: str, mesh: Mesh) -> list[float]:
@@ -181,16 +153,13 @@ def _is_kept(node: fx.Node, roles: OpRoles) -> bool:
 
 
 def finest(traced: Traced, roles: OpRoles, mesh: Mesh) -> tuple[dict[fx.Node, int], int]:
-    """Return the finest cut and its number of stages.
-
-    The model is cut at every cut point that is not wider than its neighbours. Each stage has some work.
-    """
+    """Return the cut at every cut point that is not wider than its neighbours, with its number of stages."""
     forward = _staged_forward(traced, roles)
     places, costs = _narrow(_places(forward)), _costs(forward, roles, "work", mesh)
     last = max((index for index, cost in enumerate(costs) if cost > 0), default=-1)
     found, stage, so_far = {}, 0, 0.0
     for index, node in enumerate(forward):
-        if index in places and so_far > 0 and index <= last:
+        if index in places and so_far > 0 and index <= last:  # each stage has some work
             stage, so_far = stage + 1, 0.0
         found[node] = stage
         so_far += costs[index]
@@ -223,15 +192,10 @@ def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[f
 
 
 def bounds_of(places: dict[int, int], costs: list[float], stages: int) -> list[int]:
-    """Return the cut points of the best cut, in order.
+    """Return the cut points of the best cut, in order. `places` maps possible cut points to the bytes that would cross.
 
     Every stage costs something if such a cut exists. Otherwise each op gets a small additional cost, so that stages
     that cost nothing are spread over the ops.
-
-    Args:
-        places: the possible cut points, with the bytes that would cross.
-        costs: the cost of each op.
-        stages: the number of stages, at most one more than the cut points.
     """
     sums = _sums(costs)
     cuts = _least(places, sums, stages)
@@ -268,10 +232,7 @@ def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[
 
 
 def _places(forward: list[fx.Node]) -> dict[int, int]:
-    """Return the narrow cut points, as the index of the op after the cut, with the bytes that would cross.
-
-    A region of recomputation is not cut.
-    """
+    """Map the narrow cut points outside recomputed regions, as the index of the op after the cut, to the crossing bytes."""
     position = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 1)
     for node, index in position.items():
@@ -283,7 +244,7 @@ def _places(forward: list[fx.Node]) -> dict[int, int]:
     for delta in change:
         bytes_now += delta
         crossing.append(bytes_now)
-    regions = [_region(node) for node in forward]
+    regions = [source.region if (source := source_of(node)) is not None else None for node in forward]
     return {
         index: crossing[index]
         for index in range(1, len(forward))
@@ -292,20 +253,12 @@ def _places(forward: list[fx.Node]) -> dict[int, int]:
     }
 
 
-def _region(node: fx.Node) -> str | None:
-    source: Source | None = source_of(node)
-    return None if source is None else source.region
-
-
 def _least(places: dict[int, int], sums: list[float], stages: int) -> list[int] | None:
-    """Return the cut with the fewest crossing bytes among those with nearly the minimal largest stage.
-
-    None if in every cut some stage costs nothing.
-    """
+    """Return the cut with the fewest crossing bytes among those with nearly the minimal largest stage, or None."""
     ends = [0, *sorted(places), len(sums) - 1]
     costs = [sums[end] for end in ends]
     largest = _least_largest(costs, stages)
-    if largest == inf:
+    if largest == inf:  # in every cut some stage costs nothing
         return None
     crossing = [0, *(places[end] for end in ends[1:-1]), 0]
     return [ends[index] for index in _least_crossing(costs, crossing, stages, largest * _SLACK)]

@@ -43,35 +43,22 @@ class Transfer(NamedTuple):
 class Epilogue:
     """Programs that run after the pipeline, in levels, with exchanges between the levels.
 
-    Attributes:
-        given: origin of each input of the epilogue.
-        parts: for each level, the program of each rank.
-        exchanges: for each level, the values that are sent after it.
-        outputs: the step's results.
-        replaces: for each result that replaces an input of the step, like a new parameter, that input.
-        output_holders: for each result of the step, the ranks that hold it.
-        output_specs: for each result of the step, the axes along which its computed value differs. The result's own
-            spec may name more axes. For example, a gradient that is zero for any batch is laid out sharded, although
-            all its shards are equal.
+    `output_specs` have, for each result of the step, the axes along which its computed value differs. The result's own
+    spec may name more axes. For example, a gradient that is zero for any batch is laid out sharded, although all its
+    shards are equal.
     """
 
-    given: dict[fx.Node, EpilogueInput]
-    parts: tuple[dict[int, Subprogram], ...]
-    exchanges: tuple[tuple[Transfer, ...], ...]
-    outputs: tuple[fx.Node, ...]
-    replaces: dict[fx.Node, fx.Node]
-    output_holders: tuple[RankSet, ...]
+    given: dict[fx.Node, EpilogueInput]  # origin of each input
+    parts: tuple[dict[int, Subprogram], ...]  # for each level, the program of each rank
+    exchanges: tuple[tuple[Transfer, ...], ...]  # for each level, the values that are sent after it
+    outputs: tuple[fx.Node, ...]  # the step's results
+    replaces: dict[fx.Node, fx.Node]  # result → the input of the step that it replaces, like a new parameter
+    output_holders: tuple[RankSet, ...]  # for each result of the step, the ranks that hold it
     output_specs: tuple[P, ...]
 
 
 class EpilogueBuilder:
-    """Builds an `Epilogue`.
-
-    Args:
-        graph: the graph of all ops that depend on the pipeline's sums.
-        placing: the ranks of its ops.
-        name: the name of the function.
-    """
+    """Builds an `Epilogue` from the graph of all ops that depend on the pipeline's sums, and the ranks of these ops."""
 
     def __init__(self, graph: EpilogueGraph, placing: EpiloguePlacement, name: str) -> None:
         self.name, self.traced, self.given, self.links = name, graph.traced, graph.given, graph.links
@@ -161,9 +148,7 @@ class EpilogueBuilder:
         )
 
     def _is_sent(self, node: fx.Node, rank: int) -> bool:
-        return (
-            node.op != "output" and min(self.at[node], default=-1) == rank and bool(self.wanted[node] - self.at[node])
-        )
+        return min(self.at.get(node, ()), default=-1) == rank and bool(self.wanted[node] - self.at[node])
 
     def _uses_later(self, user: fx.Node, rank: int, members: set[fx.Node]) -> bool:
         return user.op != "output" and rank in self.at[user] and user not in members

@@ -23,46 +23,26 @@ aten = torch.ops.aten
 
 
 class EpilogueInput(NamedTuple):
-    """Input value of the epilogue.
+    """Input value of the epilogue: a value in the graph of the step, of one of four kinds.
 
-    Attributes:
-        kind: "input" (of the step), "once" (computed before the pipeline filled), "total" (a sum over a chain's
-            microbatches) or "collected" (a per-microbatch value).
-        node: the value in the graph of the step.
-        which: the chain of a total, or the microbatch of a collected value.
+    "input" is an input of the step, "once" is computed before the pipeline fills, "total" is a sum over a chain's
+    microbatches, and "collected" is a per-microbatch value.
     """
 
     kind: str
     node: fx.Node
-    which: int = 0
+    which: int = 0  # the chain of a total, or the microbatch of a collected value
 
 
 class EpilogueGraph:
-    """Builds the graph of the epilogue.
+    """Builds the graph of the epilogue. A result with the path, shape and dtype of an input replaces it.
 
-    Args:
-        roles: the roles of the step's ops.
-        extractor: the extractor for the step's graph.
-        program: the step's program. Its specs include the microbatch axis. A result with the path, shape and dtype of
-            an input replaces it.
-        parts: the split of the batch into microbatches.
-        chains: the number of copies of the model that run at the same time, each with separate sums.
-
-    Attributes:
-        traced: the graph.
-        given: the origin of each input of the graph.
-        specs: for each input, a spec of the axes along which it differs.
-        links: index of a result that replaces an input → that input.
+    `specs` has, for each input of the graph, the axes along which it differs. `links` maps the index of a result to the
+    input that it replaces. The specs of `program` include the microbatch axis. Each of the `chains` copies of the model
+    that run at the same time has separate sums.
     """
 
-    def __init__(
-        self,
-        roles: OpRoles,
-        extractor: Extractor,
-        program: Program,
-        parts: DimSplit,
-        chains: int,
-    ) -> None:
+    def __init__(self, roles: OpRoles, extractor: Extractor, program: Program, parts: DimSplit, chains: int) -> None:
         self.roles, self.whole, self.parts, self.chains = roles, extractor, parts, chains
         self.in_specs = dict(zip(roles.traced.inputs, program.in_specs, strict=True))
         self.traced = Traced(fx.Graph(), constants=roles.traced.constants)
@@ -138,12 +118,9 @@ class EpilogueGraph:
         combine = combine_op(node, self.roles.axis)
         if combine is None:
             return self._side_by_side(node.args[0], node.args[2], node, DimSplit.of(self.parts.ranks))
-        parts = [
-            self._placeholder(EpilogueInput("total", node, chain), self.whole.spec(node))
-            for chain in range(self.chains)
-        ]
-        total = parts[0]
-        for part in parts[1:]:
+        spec = self.whole.spec(node)
+        total, *parts = (self._placeholder(EpilogueInput("total", node, i), spec) for i in range(self.chains))
+        for part in parts:
             total = self._with_meta(self.traced.graph.call_function(combine, (total, part)), node)
         return total
 

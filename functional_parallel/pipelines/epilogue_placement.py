@@ -18,18 +18,11 @@ RankSet = frozenset[int]
 
 
 class EpiloguePlacement:
-    """Assigns ranks to the ops of the epilogue.
+    """Assigns ranks to the ops of the epilogue: `at` are the ranks that compute a value, `wanted` those that read it.
 
-    Args:
-        graph: the graph of the epilogue.
-        ranks_of_total: sum over microbatches → for each chain, the rank that accumulates it.
-        rank_of_collected: (value, microbatch) → the rank that has the value.
-        used: for each rank, the step's inputs that its stages read.
-        apart: whether each rank finishes independently. Then scalar results are not sent to all ranks.
-
-    Attributes:
-        at: for each value, the ranks that compute it.
-        wanted: for each value, the ranks that read it.
+    `ranks_of_total` returns, for each chain, the rank that accumulates a sum over microbatches. `rank_of_collected`
+    returns the rank that has the value of a microbatch. `used` are the step's inputs that the stages of each rank read.
+    If each rank finishes independently (`apart`), scalar results are not sent to all ranks.
     """
 
     def __init__(

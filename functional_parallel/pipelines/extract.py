@@ -19,28 +19,17 @@ __all__ = ["Extractor", "Subprogram"]
 
 @dataclass(frozen=True)
 class Subprogram:
-    """Program that computes some values of a graph from others.
-
-    Attributes:
-        program: the program.
-        inputs: the values of the full graph that it reads.
-        outputs: the values of the full graph that it computes.
-    """
+    """Program that computes some values of a graph from others."""
 
     program: Program
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]  # the values of the full graph that it reads
+    outputs: tuple[fx.Node, ...]  # the values of the full graph that it computes
 
 
 class Extractor:
-    """Extracts programs from a graph.
+    """Extracts programs from a graph. An op that is `inline` is repeated in every program that needs its value.
 
-    Args:
-        traced: the graph.
-        mesh: the mesh.
-        in_specs: layouts of the graph's inputs.
-        inline: whether an op is repeated in every program that needs its value.
-        hidden: an axis that is removed from the types.
+    The axis `hidden` is removed from the types.
     """
 
     def __init__(
@@ -70,15 +59,11 @@ class Extractor:
         given: Iterable[fx.Node] = (),
         added: Sequence[tuple[fx.Node, Any]] = (),
     ) -> Subprogram:
-        """Return a program of these ops.
+        """Return a program of these ops. Their other operands become inputs, except if they are repeated.
 
-        Args:
-            nodes: the ops. Their other operands become inputs, except if they are repeated.
-            outputs: the values that the program returns.
-            name: the name for messages.
-            given: values that are inputs although they could be repeated.
-            added: for each of the last outputs, a sum of the graph and the op that adds. The running sum becomes an
-                input, and the output is the running sum plus the value.
+        `given` are values that are inputs although they could be repeated. `added` has, for each of the last outputs, a
+        sum of the graph and the op that adds. The running sum becomes an input, and the output is the running sum plus
+        the value.
         """
         wanted, known = list(outputs), set(given)
         members = self.closure([*nodes, *(o for o in wanted if o not in known and self.inline(o))], known)

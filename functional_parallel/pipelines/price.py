@@ -7,7 +7,7 @@ items of the rank with most work. Idle time of this rank is an item too, because
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ..ir import info, source_of
@@ -122,7 +122,7 @@ class _Priced:
                 yield from self._sends(action)
         for level, exchanges in enumerate(self.program.epilogue.exchanges):
             own = [self._send(each.node, each.phase) for each in exchanges if each.source == rank]
-            yield from _sharing(own, self.exchanges[level])
+            yield from (replace(item, exposed=self.exchanges[level] / len(own)) for item in own)
 
     def _sends(self, action: Action) -> Iterator[Item]:
         phase = "forward" if action.kind == "F" else "backward"
@@ -132,8 +132,3 @@ class _Priced:
         size = info(node).aval.nbytes
         source = str(source_of(node) or "")
         return Item("send", (self.program.axis,), phase, source, sent=size, seconds=self.link.seconds(size))
-
-
-def _sharing(items: Sequence[Item], seconds: float) -> list[Item]:
-    """Return the items, each with an equal share of `seconds` exposed."""
-    return [replace(item, exposed=seconds / len(items)) for item in items]

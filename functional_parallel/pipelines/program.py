@@ -21,13 +21,9 @@ __all__ = ["PipelineProgram"]
 
 @dataclass(eq=False)
 class PipelineProgram(PipelineStructure):
-    """Programs that the ranks of a pipeline run in a step. Like a `Program`, but each rank of the axis has its own.
+    """Programs that the ranks of a pipeline run in a step. Like a `Program`, but each rank of the axis has its own."""
 
-    Attributes:
-        events: the actions of the last run with their times; None unless `record` was called.
-    """
-
-    events: list[Event] | None = None
+    events: list[Event] | None = None  # the last run's actions with their times; None unless `record` was called
 
     def record(self) -> None:
         """Record the times of every later action, for `timeline`. The device is synchronized before and after each."""

@@ -26,17 +26,11 @@ PrologueOutput = tuple[fx.Node, int | None]  # a value and its microbatch; None 
 
 @dataclass(frozen=True)
 class Prologue:
-    """Program that a rank runs before any stage.
-
-    Attributes:
-        program: the program.
-        inputs: the step's inputs that it reads.
-        outputs: the values that it computes.
-    """
+    """Program that a rank runs before any stage."""
 
     program: Program
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[PrologueOutput, ...]
+    inputs: tuple[fx.Node, ...]  # the step's inputs that it reads
+    outputs: tuple[PrologueOutput, ...]  # the values that it computes
 
 
 class PrologueBuilder:

@@ -45,14 +45,11 @@ class OpRole(Enum):
 
 
 class OpRoles:
-    """Roles of all ops of a step.
+    """Roles of all ops of a step, in `of`.
 
-    Attributes:
-        of: the role of each op.
-        varying: the values that differ by microbatch.
-        backward: the staged ops that belong to the backward.
-        totals: the sums over microbatches that end the pipeline, in order.
-        late: the sums over microbatches before the pipeline fills, and the values that depend on them.
+    `varying` are the values that differ by microbatch, `backward` the staged ops of the backward, `totals` the sums
+    over microbatches that end the pipeline, in order. `late` are the sums before the pipeline fills, and the values
+    that depend on them.
     """
 
     def __init__(self, traced: Traced, axis: str, in_specs: list[P], inlined: set[fx.Node]) -> None:
@@ -148,11 +145,7 @@ class OpRoles:
         return not operands_of(node) or is_view(node)
 
     def scope(self, node: fx.Node) -> str:
-        """Return the origin of a value that a stage reads.
-
-        "input": an input of the step. "once": computed once per step. "microbatch": an input or prologue value that
-        varies by microbatch. "stage": computed in a stage.
-        """
+        """Return the origin of a value that a stage reads: "input" of the step, "once" per step, "microbatch" or "stage"."""
         if self.of.get(node) in (OpRole.STAGED, OpRole.LOCAL):
             return "stage"
         if node in self.varying:

@@ -29,9 +29,7 @@ class Stacks:
     >>> [tuple(layer.shape) for layer in tree["w"]], tuple(stacks.restack(tree)["w"].shape)
     ([(2,), (2,), (2,)], (3, 2))
 
-    Args:
-        axis: the axis of the pipeline.
-        find: parameters → their specs. A parameter is stacked if its spec names the axis in dim 0.
+    `find` maps parameters to their specs. A parameter is stacked if its spec names the pipeline's axis in dim 0.
     """
 
     def __init__(self, axis: str, find: Callable[[PyTree], SpecTree]) -> None:
@@ -129,16 +127,10 @@ class Stacks:
     def require_elementwise(
         self, optimizer: Any, params: PyTree, beyond: Callable[[PyTree, Callable[[Any], bool]], str | None]
     ) -> None:
-        """Check that the optimizer does not need the full stack, if these parameters have one.
+        """Check that the optimizer does not need the full stack, if these unstacked parameters have one.
 
-        Args:
-            optimizer: the optimizer.
-            params: the unstacked parameters.
-            beyond: (stacked parameters, predicate for stacks) → the reason that the update of a layer differs from its
-                update in a stack, or None.
-
-        Raises:
-            ValueError: if the optimizer is not elementwise.
+        `beyond` maps stacked parameters and a predicate for stacks to the reason that the update of a layer differs
+        from its update in a stack, or None.
         """
         if not self._known[optree.tree_structure(params)][1]:
             return
@@ -193,11 +185,7 @@ class _Conversion:
 
 @dataclass(frozen=True)
 class StackedLayers(Request):
-    """Request to hold the layers of stacked parameters separately.
-
-    Attributes:
-        stacks: the conversion between the two forms of the parameters.
-    """
+    """Request to hold the layers of stacked parameters separately."""
 
     stacks: Stacks
 

@@ -28,18 +28,11 @@ _FOLLOWING = {"F": "IW", "I": "W", "W": "", "B": ""}  # for each kind of work, t
 
 @dataclass(frozen=True, eq=False)
 class ActionPrograms:
-    """Programs for one kind of work of a stage on a microbatch.
+    """Programs for one kind of work of a stage on a microbatch."""
 
-    Attributes:
-        first: the program. Its last outputs are the summands of `totals`.
-        following: the program that also reads the running sums and adds to them. Equal to `first` without sums.
-        totals: the sums over microbatches that the last outputs belong to, in order, each with a program that only
-            adds.
-    """
-
-    first: Subprogram
-    following: Subprogram
-    totals: dict[fx.Node, Subprogram]
+    first: Subprogram  # its last outputs are the summands of `totals`
+    following: Subprogram  # also reads the running sums and adds to them; equal to `first` without sums
+    totals: dict[fx.Node, Subprogram]  # the sums of the last outputs, in order, each with a program that only adds
 
     @property
     def programs(self) -> list[Program]:
@@ -50,23 +43,14 @@ class ActionPrograms:
 
 @dataclass
 class Stage:
-    """Stage of the model.
-
-    Attributes:
-        index: the number of the stage.
-        works: its programs by kind of action: "F", "I", "W" and "B".
-        sends_forward: the values sent to the next stage after a forward.
-        sends_backward: the values sent to the previous stage after a backward.
-        after_forward: the values saved for the backward.
-        after_input: the values saved for the weight gradient after the input gradient.
-    """
+    """Stage of the model."""
 
     index: int
-    works: dict[str, ActionPrograms] = field(default_factory=dict)
-    sends_forward: tuple[fx.Node, ...] = ()
-    sends_backward: tuple[fx.Node, ...] = ()
-    after_forward: frozenset[fx.Node] = frozenset()
-    after_input: frozenset[fx.Node] = frozenset()
+    works: dict[str, ActionPrograms] = field(default_factory=dict)  # by kind of action: "F", "I", "W" and "B"
+    sends_forward: tuple[fx.Node, ...] = ()  # to the next stage after a forward
+    sends_backward: tuple[fx.Node, ...] = ()  # to the previous stage after a backward
+    after_forward: frozenset[fx.Node] = frozenset()  # saved for the backward
+    after_input: frozenset[fx.Node] = frozenset()  # saved for the weight gradient after the input gradient
 
     def sends(self, kind: str) -> tuple[fx.Node, ...]:
         """Return the values sent to a neighbouring stage after an action of this kind."""
@@ -78,15 +62,7 @@ class Stage:
 
 
 class StageBuilder:
-    """Extracts the programs of every stage from the graph of a step.
-
-    Args:
-        roles: the roles of the ops.
-        stage: the stage of each staged op.
-        extractor: the extractor for the graph.
-        count: the number of stages.
-        name: the name of the function, for messages.
-    """
+    """Extracts the programs of every stage from the graph of a step. `stage` has the stage of each staged op."""
 
     def __init__(self, roles: OpRoles, stage: dict[fx.Node, int], extractor: Extractor, count: int, name: str) -> None:
         self.roles, self.extractor, self.count, self.name = roles, extractor, count, name

@@ -1,7 +1,4 @@
-"""Structure of a pipelined step: its programs, with the rank and order of each.
-
-`PipelineProgram` adds queries: collectives, memory and price.
-"""
+"""Structure of a pipelined step: its programs, with the rank and order of each. `PipelineProgram` adds queries."""
 
 from __future__ import annotations
 
@@ -25,27 +22,16 @@ __all__ = ["PipelineStructure", "parts_of_rank", "updates_of"]
 
 @dataclass(eq=False)
 class PipelineStructure(BaseProgram):
-    """Programs of a pipelined step with their schedule.
-
-    Attributes:
-        axis: the mesh axis of the pipeline.
-        schedule: the order of the actions on each rank.
-        stages: the programs of each stage of the model.
-        prologues: for each rank of the axis, the program before the pipeline fills.
-        epilogue: the programs after the pipeline has drained.
-        inputs: the inputs of the step.
-        collected: per-microbatch values that are results.
-        cut_dims: for each input that is cut into microbatches, the dim.
-    """
+    """Programs of a pipelined step with their schedule."""
 
     axis: str
     schedule: Schedule
     stages: list[Stage]
-    prologues: list[Prologue]
+    prologues: list[Prologue]  # by rank of the axis
     epilogue: Epilogue
-    inputs: list[fx.Node]
-    collected: frozenset[fx.Node]
-    cut_dims: dict[fx.Node, int]
+    inputs: list[fx.Node]  # of the step
+    collected: frozenset[fx.Node]  # per-microbatch values that are results
+    cut_dims: dict[fx.Node, int]  # for each input that is cut into microbatches
 
     @property
     def updates(self) -> int:
@@ -68,8 +54,7 @@ class PipelineStructure(BaseProgram):
 
     def message(self, action: Action) -> tuple[fx.Node, ...]:
         """Return the values that an action sends to its neighbour."""
-        stage = self.stage_of(action)
-        return stage.sends(action.kind)
+        return self.stage_of(action).sends(action.kind)
 
     def awaited(self, action: Action) -> list[Action]:
         """Return the actions of neighbouring stages that an action may wait for."""
@@ -113,10 +98,7 @@ class PipelineStructure(BaseProgram):
             yield self.stages[index].works[kind].first.program, count
 
     def holders(self, node: fx.Node) -> frozenset[int]:
-        """Return the ranks of the axis that hold an input of the step.
-
-        For state that a step returns to the next step, this holds from the second step on.
-        """
+        """Return the ranks that hold an input of the step; for state that a step returns, from the second step on."""
         return self._holders[node]
 
     @cached_property

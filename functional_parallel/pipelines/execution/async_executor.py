@@ -22,18 +22,8 @@ __all__ = ["AsyncRankExecutor"]
 class AsyncRankExecutor:
     """Runs the actions of one rank of an asynchronous pipeline, with the interface of `RankExecutor`.
 
-    Args:
-        program: the pipeline.
-        rank: the rank along the pipeline's axis.
-        run: runs a single program on a list of inputs, which it consumes.
-        inputs: the step's inputs that this rank holds, with the full batch.
-        slices: for each update, the slices of the batch inputs.
-
-    Attributes:
-        versions: the stored weights and optimizer state, by version.
-        most_versions: the maximum number of versions stored at the same time.
-        results: for each update, the step's results on this rank. Results that replace inputs are stored for the last
-            update only.
+    `inputs` has the full batch, and `slices` has its slice for each update. `results` has, for each update, the step's
+    results on this rank. Results that replace inputs are stored for the last update only.
     """
 
     def __init__(
@@ -48,7 +38,7 @@ class AsyncRankExecutor:
         self.program, self.rank, self.run, self.slices = program, rank, run, slices
         self.reads, self.writes = program.schedule.versions.reads, program.schedule.versions.writes
         self.together = program.schedule.microbatches // len(slices)
-        self.versions: dict[int, dict[fx.Node, Any]] = {0: inputs}
+        self.versions: dict[int, dict[fx.Node, Any]] = {0: inputs}  # the stored weights and optimizer state
         self.newest, self.most_versions = 0, 1
         self.workers: dict[int, RankExecutor] = {}
         self.results: list[dict[fx.Node, Any]] = []

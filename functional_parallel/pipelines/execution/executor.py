@@ -10,11 +10,7 @@ __all__ = ["Executor"]
 
 
 class Executor(Protocol):
-    """Executor of the actions of one rank of a pipeline.
-
-    Attributes:
-        rank: the rank of the axis.
-    """
+    """Executor of the actions of one rank of a pipeline."""
 
     rank: int
 

@@ -39,20 +39,8 @@ def pipeline_memory(program: PipelineStructure) -> PipelineMemory:
     return PipelineMemory(program.name, program.axis, ranks)
 
 
-# -----------------------------------------------------------------------------
-# Live memory
-# -----------------------------------------------------------------------------
-
-
 class SimulatedStorage:
-    """A storage without contents.
-
-    Attributes:
-        size: its bytes.
-        kind: one of `PIPELINE_KINDS`.
-        what: the op or input that it belongs to.
-        where: the source line.
-    """
+    """A storage without contents: its bytes, its kind (one of `PIPELINE_KINDS`), the op or input, the source line."""
 
     __slots__ = ("__weakref__", "kind", "size", "tally", "what", "where")
 
@@ -106,23 +94,12 @@ class _Tally:
         return Memory(name, tuple(self.curve), tuple(self.steps), self.most, self.largest)
 
 
-# -----------------------------------------------------------------------------
-# One program
-# -----------------------------------------------------------------------------
-
-
 class _Footprint:
-    """Memory that a program allocates while it runs, and memory of its results. Inputs held elsewhere are excluded.
-
-    Attributes:
-        left: for each result, its storages. The result of an op with several results has several.
-        inputs: the storages of its inputs, in order.
-        constants: the storages of the constants that it reads, with the constants.
-    """
+    """Memory that a program allocates while it runs, and memory of its results. Inputs held elsewhere are excluded."""
 
     def __init__(self, program: Program, kinds: Sequence[str]) -> None:
         self.ledger, self.traced = StorageTable(program.name, program.traced), program.traced
-        self.left = [self.ledger.storages[output] for output in self.traced.outputs]
+        self.left = [self.ledger.storages[output] for output in self.traced.outputs]  # one per result of the op
         self.inputs = [storage for node in self.traced.inputs for storage in self.ledger.storages[node]]
         self._kinds = {storage: kind for made, kind in zip(self.left, kinds, strict=True) for storage in made}
         self._at: dict[frozenset[Storage], int] = {}
@@ -136,11 +113,7 @@ class _Footprint:
         return found if found in ("gathered", "gradients") else "temporaries"
 
     def peak(self, given_up: Mapping[Storage, Row]) -> tuple[str, list[Row]]:
-        """Return the op with the most live bytes, and the live storages there.
-
-        Args:
-            given_up: the inputs with no other reference; they live until their last use.
-        """
+        """Return the op with the most live bytes, and the live storages there. Inputs `given_up` live until their last use."""
         ledger, key = self.ledger, frozenset(given_up)
         spans = {**ledger.spans, **{storage: (0, ledger.last_uses.get(storage, 0)) for storage in given_up}}
         if key not in self._at:
@@ -184,11 +157,6 @@ def _kind_of_input(node: fx.Node | None) -> str:
     if node is None or not info(node).is_state:
         return ""
     return "parameters" if info(node).is_parameter else "optimizer state"
-
-
-# -----------------------------------------------------------------------------
-# One rank
-# -----------------------------------------------------------------------------
 
 
 class _OneRank:

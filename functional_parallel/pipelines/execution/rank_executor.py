@@ -19,21 +19,9 @@ RunProgram = Callable[[Program, list[Any]], list[Any]]
 
 
 class RankExecutor:
-    """Runs the actions of one rank.
+    """Runs the actions of one rank. `run` runs a single program on a list of inputs, which it consumes.
 
-    Args:
-        program: the pipeline.
-        rank: the rank along the pipeline's axis.
-        run: runs a single program on a list of inputs, which it consumes.
-        inputs: the step's inputs that this rank holds.
-        ordered: whether microbatches are summed in their own order instead of the schedule's order.
-
-    Attributes:
-        held: for each stage and microbatch, the saved values: residuals and values received from other stages.
-        totals: for each chain, the running sums over microbatches.
-        late: values of the epilogue.
-        turn: for each sum and chain, the next microbatch to add.
-        early: for each sum and chain, the summands that were computed before their turn.
+    If `ordered`, microbatches are summed in their own order instead of the schedule's order.
     """
 
     def __init__(
@@ -43,12 +31,12 @@ class RankExecutor:
         self.program, self.rank, self.run, self.inputs = program, rank, run, inputs
         self.once: dict[fx.Node, Any] = {}
         self.of_microbatch: defaultdict[int, dict[fx.Node, Any]] = defaultdict(dict)
-        self.held: dict[tuple[int, int], dict[fx.Node, Any]] = {}
-        self.totals: defaultdict[int, dict[fx.Node, Any]] = defaultdict(dict)
+        self.held: dict[tuple[int, int], dict[fx.Node, Any]] = {}  # by stage, microbatch: residuals, received values
+        self.totals: defaultdict[int, dict[fx.Node, Any]] = defaultdict(dict)  # by chain: the running sums
         self.collected: dict[tuple[fx.Node, int], Any] = {}
-        self.late: dict[fx.Node, Any] = {}
-        self.turn: dict[tuple[fx.Node, int], int] = {}
-        self.early: dict[tuple[fx.Node, int], dict[int, Any]] = {}
+        self.late: dict[fx.Node, Any] = {}  # values of the epilogue
+        self.turn: dict[tuple[fx.Node, int], int] = {}  # by sum and chain: the next microbatch to add
+        self.early: dict[tuple[fx.Node, int], dict[int, Any]] = {}  # by sum and chain: summands before their turn
 
     # --- before, and after ---
 
@@ -138,11 +126,7 @@ class RankExecutor:
             self.turn[key] = microbatch + 1
 
     def _values(
-        self,
-        nodes: Sequence[fx.Node],
-        own: dict[fx.Node, Any],
-        totals: dict[fx.Node, Any],
-        held: dict[fx.Node, Any],
+        self, nodes: Sequence[fx.Node], own: dict[fx.Node, Any], totals: dict[fx.Node, Any], held: dict[fx.Node, Any]
     ) -> list[Any]:
         once, inputs = self.once, self.inputs
         return [

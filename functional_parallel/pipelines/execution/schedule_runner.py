@@ -39,20 +39,9 @@ class Mailbox(Protocol):
 
 
 class ScheduleRunner:
-    """Runs one rank of a pipeline. The other ranks run elsewhere.
+    """Runs one rank of a pipeline. `act` runs one action and returns the values for the neighbouring stage."""
 
-    Args:
-        program: the pipeline.
-        mail: the mailbox of the rank.
-        act: runs one action and returns the values for the neighbouring stage.
-    """
-
-    def __init__(
-        self,
-        program: PipelineStructure,
-        mail: Mailbox,
-        act: Callable[[Executor, Action], list[Any]],
-    ) -> None:
+    def __init__(self, program: PipelineStructure, mail: Mailbox, act: Callable[[Executor, Action], list[Any]]) -> None:
         self.program, self.mail, self.act = program, mail, act
 
     def run_schedule(self, worker: Executor) -> None:
@@ -110,16 +99,7 @@ class ScheduleRunner:
 def slices_of(
     program: PipelineStructure, inputs: dict[fx.Node, Any], chunks: Callable[[Any, int, int], list[Any]]
 ) -> list[dict[fx.Node, Any]]:
-    """Split the batch into one slice per update of an asynchronous pipeline.
-
-    Args:
-        program: the pipeline.
-        inputs: the inputs of one rank.
-        chunks: splits one input, `chunks(value, number of chunks, dim)`.
-
-    Returns:
-        For each update, its slice of each input that is cut.
-    """
+    """Split the batch inputs into one slice per update of an asynchronous pipeline, by `chunks(value, count, dim)`."""
     found: list[dict[fx.Node, Any]] = [{} for _ in range(program.updates)]
     for node, dim in program.cut_dims.items():
         for part, chunk in zip(found, chunks(inputs[node], program.updates, dim), strict=False):
