@@ -12,7 +12,7 @@ __all__ = ["recompute_cheap_in_stages"]
 
 
 def recompute_cheap_in_stages(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) -> None:
-    """Let the backward of every stage recompute cheap values. Update `roles` and `stage`: add copies, remove erased ops."""
+    """Let the backward of every stage recompute cheap values. `roles` and `stage` gain copies and lose erased ops."""
     for copy in _CheapInStages(traced, roles, stage).drop():
         update_info(copy, is_cheap_copy=True)
         stage[copy] = stage[info(copy).forward_node]

@@ -232,7 +232,7 @@ def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[
 
 
 def _places(forward: list[fx.Node]) -> dict[int, int]:
-    """Map the narrow cut points outside recomputed regions, as the index of the op after the cut, to the crossing bytes."""
+    """Map narrow cut points outside recomputed regions, as the index of the op after the cut, to crossing bytes."""
     position = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 1)
     for node, index in position.items():

@@ -145,7 +145,7 @@ class OpRoles:
         return not operands_of(node) or is_view(node)
 
     def scope(self, node: fx.Node) -> str:
-        """Return the origin of a value that a stage reads: "input" of the step, "once" per step, "microbatch" or "stage"."""
+        """Return the origin of a value that a stage reads: "input", "once" per step, "microbatch" or "stage"."""
         if self.of.get(node) in (OpRole.STAGED, OpRole.LOCAL):
             return "stage"
         if node in self.varying:

@@ -113,7 +113,7 @@ class _Footprint:
         return found if found in ("gathered", "gradients") else "temporaries"
 
     def peak(self, given_up: Mapping[Storage, Row]) -> tuple[str, list[Row]]:
-        """Return the op with the most live bytes, and the live storages there. Inputs `given_up` live until their last use."""
+        """Return the op with the most live bytes, and what is live there. Inputs `given_up` live to their last use."""
         ledger, key = self.ledger, frozenset(given_up)
         spans = {**ledger.spans, **{storage: (0, ledger.last_uses.get(storage, 0)) for storage in given_up}}
         if key not in self._at:
