@@ -32,14 +32,9 @@ class Phase(IntEnum):
 
 
 class ProgramPass(ABC):
-    """A rewrite of a program's graph, in place.
+    """A rewrite of a program's graph, in place."""
 
-    Attributes:
-        name: name of the pass in `program.passes` and in `without=`.
-        phase: phase in which the pass runs.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # in `program.passes` and in `without=`
     phase: ClassVar[Phase]
 
     def per_microbatch(self, traced: Traced) -> Collection[fx.Node]:
@@ -79,19 +74,9 @@ def finished(steps: Generator[object, None, T]) -> T:
 
 
 def run_passes(
-    passes: Iterable[ProgramPass],
-    traced: Traced,
-    mesh: Mesh,
-    without: Collection[str],
+    passes: Iterable[ProgramPass], traced: Traced, mesh: Mesh, without: Collection[str]
 ) -> Generator[str, None, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Run the passes in the given order, except those switched off by name.
-
-    Yields:
-        The name of each pass after it ran.
-
-    Returns:
-        The names of the passes that ran, and their notes.
-    """
+    """Run passes in order, except those in `without`; yield each name after it ran. Return names and notes."""
     chosen = {each: None for each in passes if each.name not in without}
     ordered = list(chosen)
     notes = []

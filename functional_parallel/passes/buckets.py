@@ -34,12 +34,8 @@ _BUCKETS, _LEAST, _MOST = 4, 1 << 20, 25 << 20
 class Buckets(ProgramPass):
     """Merge reductions of gradients, and gathers of parameters, with nothing between them that needs their results.
 
-    Attributes:
-        size: bytes at which a bucket is sent. "auto" for gradients is a quarter of all gradients, between 1 MiB and
-            25 MiB; for parameters it is full layers of up to 25 MiB.
-
-    Raises:
-        ValueError: if the size is neither "auto" nor a positive number.
+    A bucket is sent when it has `size` bytes. "auto" for gradients is a quarter of all gradients, between 1 MiB and 25
+    MiB; for parameters it is full layers of up to 25 MiB.
     """
 
     size: int | str = "auto"
@@ -178,7 +174,7 @@ class _Bucket:
             for group in groups:
                 sent, begin = self._sums_over_further_axes(traced, group, whole, offset)
                 for member in group:
-                    shape = _part_shape(member, str(kind))
+                    shape = list(info(member.args[0] if kind == "all_gather" else member).aval.shape)  # of one rank
                     last = [member, *self.following[member]][-1]
                     part = _part(traced, last, sent, str(kind), ranks, offset - begin, shape)
                     last.replace_all_uses_with(part)
@@ -226,11 +222,6 @@ class _Bucket:
         paths = dict.fromkeys(path for member in self.members for path in info(member).parameters)
         update_info(sent, parameters=tuple(paths), used_at=info(first).used_at)
         return sent
-
-
-def _part_shape(member: fx.Node, kind: str) -> list[int]:
-    """Shape of the slice of a member in one rank's packed result."""
-    return list(info(member.args[0] if kind == "all_gather" else member).aval.shape)
 
 
 def _part(

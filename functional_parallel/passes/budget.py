@@ -38,14 +38,10 @@ class RematToBudget(ProgramPass):
 
     The choices are a ladder that does not depend on the budget. Its predictions are checked: a copy of the program runs
     through all later passes, and the memory of the result is computed.
-
-    Attributes:
-        budget: bytes per rank.
-        where: a pattern for the layers to choose from.
     """
 
-    budget: int
-    where: str = "*"
+    budget: int  # bytes per rank
+    where: str = "*"  # a pattern for the layers to choose from
     name: ClassVar[str] = "remat"
     phase: ClassVar[Phase] = Phase.RECOMPUTE
 

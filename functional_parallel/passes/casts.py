@@ -5,7 +5,6 @@ The values do not change, because a narrowing cast acts on each element separate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -27,13 +26,9 @@ _VIEWS = REARRANGED | {aten.detach.default}
 
 @dataclass(frozen=True)
 class CastBeforeGather(ProgramPass):
-    """Replace cast(all_gather(x)) by all_gather(cast(x)) if nothing else uses the gathered value.
+    """Replace cast(all_gather(x)) by all_gather(cast(x)) if nothing else uses the gathered value."""
 
-    Attributes:
-        dtype: the dtype to gather in.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # to gather in
     name: ClassVar[str] = "casts"
     phase: ClassVar[Phase] = Phase.TYPES
 
@@ -41,7 +36,7 @@ class CastBeforeGather(ProgramPass):
         for node in reversed(list(traced.nodes)):  # of two gathers in a row the later one first
             if primitive_name(node) != "all_gather" or info(node).aval.dtype.itemsize <= self.dtype.itemsize:
                 continue
-            uses = list(_uses(node))
+            uses = [user for each in _views(node) for user in each.users if not _is_view(user)]
             casts = [use for use in uses if use.target is aten._to_copy.default]
             narrowing = [cast for cast in casts if info(cast).aval.dtype == self.dtype]
             if uses and len(narrowing) == len(uses) and not any(output in _views(node) for output in traced.outputs):
@@ -72,8 +67,3 @@ def _views(node: fx.Node) -> list[fx.Node]:
     for each in found:
         found += [user for user in each.users if _is_view(user)]
     return found
-
-
-def _uses(node: fx.Node) -> Iterator[fx.Node]:
-    """Return the ops that compute with a value or with a view of it."""
-    return (user for each in _views(node) for user in each.users if not _is_view(user))

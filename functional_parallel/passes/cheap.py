@@ -87,10 +87,7 @@ class CheapValues:
         return copies
 
     def _operands_of_copy(self, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
-        """Return, for each operand of `node`, the value that a recomputed copy would read.
-
-        This is the operand or an existing copy of it. None if `node` must not be recomputed.
-        """
+        """Map operands to the value that a copy of `node` would read: it or its copy. None if `node` must stay."""
         own = self.ledger.made_by(node)
         if sum(self.ledger.sizes[storage] for storage in own) < LEAST or not self.may_drop(node):
             return None

@@ -37,18 +37,12 @@ class GatherPlacement(ProgramPass):
 
     A parameter may be sharded over several axes. Then its gather over one axis reads the result of its gather over
     another. Re-gathering one of them re-gathers those after it, so that no gathered copy is saved for the backward.
-
-    Attributes:
-        axis: the mesh axis over which the parameters are sharded.
-        keep: whether the backward uses the forward's copies (FSDP's reshard_after_forward=False).
-        prefetch: number of layers between a gather and its first use.
-        kept: axes with gathers that transforms inside this one keep.
     """
 
     axis: str
-    keep: bool = False
-    prefetch: int = 1
-    kept: frozenset[str] = frozenset()
+    keep: bool = False  # whether the backward uses the forward's copies (FSDP's reshard_after_forward=False)
+    prefetch: int = 1  # number of layers between a gather and its first use
+    kept: frozenset[str] = frozenset()  # axes with gathers that transforms inside this one keep
     name: ClassVar[str] = "gathers"
     phase: ClassVar[Phase] = Phase.GATHERS
 
@@ -85,21 +79,15 @@ class GatherPlacement(ProgramPass):
 
 
 class Placement:
-    """Moves the gathers of parameters over one axis, layer by layer.
-
-    Attributes:
-        gathers: position of the first use of each gather, and the gather, in this order.
-        position: of every op, before any is moved.
-        moved: the gathers with the values that move along with them.
-    """
+    """Moves the gathers of parameters over one axis, layer by layer."""
 
     def __init__(self, traced: Traced, axis: str, prefetch: int) -> None:
         self.prefetch = prefetch
         self.ordered = list(traced.graph.nodes)
-        self.position = {node: index for index, node in enumerate(self.ordered)}
+        self.position = {node: index for index, node in enumerate(self.ordered)}  # before any op is moved
         found = [n for n in traced.nodes if _is_gather(n) and axis in n.args[1] and stored_input(n) is not None]
-        self.gathers = sorted((self._uses(gather)[0], gather) for gather in found)
-        self.moved = {gather: self._with_views(gather) for gather in found}
+        self.gathers = sorted((self._uses(gather)[0], gather) for gather in found)  # by position of the first use
+        self.moved = {gather: self._with_views(gather) for gather in found}  # and what moves along
         self.is_moved = {node for before, after in self.moved.values() for node in (*before, *after)}
         self.released = self._released()
 

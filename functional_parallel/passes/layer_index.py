@@ -36,15 +36,10 @@ def is_numbered(layer: str) -> bool:
 
 @dataclass
 class LayerIndex:
-    """Layers of a model, in the order in which its forward uses their parameters, and the layer of each value.
+    """Layers of a model, in the order in which its forward uses their parameters, and the layer of each value."""
 
-    Attributes:
-        names: the layers' paths.
-        of: index of the layer of each forward value: the last layer that it depends on; -1 if it uses no parameter.
-    """
-
-    names: list[str]
-    of: dict[fx.Node, int]
+    names: list[str]  # the layers' paths
+    of: dict[fx.Node, int]  # index of the last layer that a forward value depends on; -1 if it uses no parameter
 
     @classmethod
     def find(cls, traced: Traced, forward: Collection[fx.Node]) -> LayerIndex:

@@ -52,13 +52,7 @@ class LifetimeSummary:
 
 
 class Lifetimes:
-    """The ops of a program by number.
-
-    Args:
-        traced: the program.
-        mesh: the sizes of the axes.
-        elsewhere: forward values that copies do not read, because they are gathered again for the backward.
-    """
+    """The ops of a program by number. Copies do not read values of `elsewhere`: they are gathered again."""
 
     def __init__(self, traced: Traced, mesh: Mesh, elsewhere: Collection[fx.Node] = ()) -> None:
         self.mesh, self.ledger = mesh, StorageTable("", traced)
@@ -80,14 +74,8 @@ class Lifetimes:
     def _parts_of(self, node: fx.Node) -> list[StorageId]:
         return [(self.number[maker], index) for maker, index in self.ledger.storages[node] if maker in self.number]
 
-    # --- the full program ---
-
     def curve(self, dropped: Collection[int]) -> MemoryCurve:
-        """Compute the bytes alive at each op, if these values were recomputed instead of saved.
-
-        Args:
-            dropped: numbers of forward ops.
-        """
+        """Compute the bytes alive at each op, if these forward values were recomputed instead of saved."""
         first: dict[tuple[int, int, bool], int] = {}
         last: dict[tuple[int, int, bool], int] = {}
         numbers = []
@@ -156,14 +144,10 @@ class Lifetimes:
                 pending += self._operands[value]
         return missing
 
-    # --- some of its ops ---
-
     def survey(self, members: Sequence[int], dropped: Collection[int]) -> LifetimeSummary:
         """Compute the lifetimes of the values of some forward ops, and the work of recomputation, if some are dropped.
 
-        Args:
-            members: numbers of forward ops, in order; all other values count as saved.
-            dropped: the numbers of the dropped members.
+        `members` are the numbers of these ops, in order. All other values count as saved.
         """
         inside, again = set(members), set(dropped)
         needed = self._needed(members, again)

@@ -27,12 +27,9 @@ def forward_nodes(traced: Traced) -> list[fx.Node]:
 def insert_recompute(
     traced: Traced, dropped: Collection[fx.Node], instead: Mapping[tuple[fx.Node, fx.Node], fx.Node] | None = None
 ) -> None:
-    """Let the backward use copies of forward values, each computed just before its first use there.
+    """Let the backward use copies of the `dropped` forward values, each computed just before its first use there.
 
-    Args:
-        traced: the graph, changed in place.
-        dropped: forward nodes that are not saved; their operands that are not dropped are saved.
-        instead: for a dropped node and one of its operands, the existing value that its copy reads instead.
+    `instead` maps a dropped node and one of its operands to the existing value that the copy reads instead.
     """
     dropped, instead = set(dropped), instead or {}
     position = {node: index for index, node in enumerate(traced.graph.nodes)}

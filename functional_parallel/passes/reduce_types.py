@@ -29,13 +29,9 @@ _SUMS = ("psum", "psum_scatter")
 
 @dataclass(frozen=True)
 class ReduceDtype(ProgramPass):
-    """Sum gradients of parameters over ranks in one type.
+    """Sum gradients of parameters over ranks in one type."""
 
-    Attributes:
-        dtype: float32 for the dtype of the parameters themselves, or a narrower dtype.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # float32 for the dtype of the parameters themselves, or a narrower dtype
     name: ClassVar[str] = "reduction types"
     phase: ClassVar[Phase] = Phase.TYPES
 

@@ -89,11 +89,7 @@ def recomputable(forward: Sequence[fx.Node], segments: Mapping[fx.Node, Hashable
 
 
 def _follows_from_kept(
-    node: fx.Node,
-    segment: Hashable,
-    segments: Mapping[fx.Node, Hashable],
-    dropped: set[fx.Node],
-    weights: set[fx.Node],
+    node: fx.Node, segment: Hashable, segments: Mapping[fx.Node, Hashable], dropped: set[fx.Node], weights: set[fx.Node]
 ) -> bool:
     """Whether a value can be computed without parameters from saved values of its own segment.
 

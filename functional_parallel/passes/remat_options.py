@@ -44,23 +44,14 @@ _CHEAP = ("nothing", "cheap ops")
 
 @dataclass
 class _Segment:
-    """A layer, and the values of it that can be recomputed.
+    """A layer, and the values of it that can be recomputed."""
 
-    Attributes:
-        name: its path.
-        stem: the path of the stack that it belongs to; empty outside stacks.
-        members: its values, by number.
-        levels: growing sets of its inner values, each with a name; level 0 is empty.
-        exits: cheap values that other layers read.
-        state: the level chosen, and whether exits are recomputed too.
-    """
-
-    name: str
-    stem: str
-    members: list[int]
-    levels: list[tuple[str, frozenset[int]]]
-    exits: frozenset[int]
-    state: tuple[int, bool] = (0, False)
+    name: str  # its path
+    stem: str  # the path of the stack that it belongs to; empty outside stacks
+    members: list[int]  # its values, by number
+    levels: list[tuple[str, frozenset[int]]]  # growing sets of its inner values, each with a name; level 0 is empty
+    exits: frozenset[int]  # cheap values that other layers read
+    state: tuple[int, bool] = (0, False)  # the level chosen, and whether exits are recomputed too
 
     @property
     def is_whole(self) -> bool:
@@ -102,17 +93,10 @@ class _Move:
 def remat_options(
     traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str
 ) -> list[RematOption]:
-    """Return the choices, least work first.
+    """Return the choices, least work first. Each adds nodes of `traced` to the rungs below it; the first adds none.
 
-    Args:
-        traced: the program before recomputation.
-        finished: the program without recomputation, all later passes included.
-        copies: the node of `finished` for each node of `traced`; it may have been removed since.
-        mesh: the sizes of the axes.
-        where: a pattern for the paths of the layers to choose from.
-
-    Returns:
-        Rungs; each adds nodes of `traced` to those of the rungs below. The first adds none.
+    `finished` is the program without recomputation, all later passes included. `copies` maps nodes of `traced` to its
+    nodes, which may have been removed since. `where` is a pattern for the paths of the layers to choose from.
     """
     return list(_Ladder(traced, finished, copies, mesh, where).rungs())
 
@@ -133,8 +117,6 @@ class _Ladder:
         self.between = dict(self._between())
         self.surveys: dict[tuple[int, tuple[int, bool]], LifetimeSummary] = {}
         self.runs = [[index] for index in range(len(self.segments))]
-
-    # --- the choices ---
 
     def _members(self, where: str, apart: Collection[fx.Node]) -> list[list[fx.Node]]:
         """Group the forward's values by layer; a parameter outside stacks is a layer too."""
@@ -200,8 +182,6 @@ class _Ladder:
         adds = {number for number in members if self.node[number] in joined} - apart
         before, after = self.times.survey(members, apart), self.times.survey(members, apart | adds)
         return _Move((first, first + 1), (0, False), frozenset(adds), before, after, 2)
-
-    # --- choosing ---
 
     def rungs(self) -> Iterator[RematOption]:
         dropped: set[int] = set()

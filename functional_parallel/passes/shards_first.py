@@ -24,13 +24,9 @@ __all__ = ["ReduceScatterFirst"]
 
 @dataclass(frozen=True)
 class ReduceScatterFirst(ProgramPass):
-    """Move sums over some axes after the reduce-scatters over others.
+    """Move sums over some axes after the reduce-scatters over others."""
 
-    Attributes:
-        axes: the axes that shard the batch.
-    """
-
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # that shard the batch
     name: ClassVar[str] = "shards first"
     phase: ClassVar[Phase] = Phase.PREPARE
 

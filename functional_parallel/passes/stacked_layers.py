@@ -31,14 +31,7 @@ _UNARY = {aten._to_copy.default, aten.alias.default, aten.detach.default, aten.n
 
 
 def fold_layers(traced: Traced) -> Traced:
-    """Replace every layer of a stack by the value that was stacked, in place.
-
-    Args:
-        traced: the graph; its outputs are updated.
-
-    Returns:
-        The same object, sealed again.
-    """
+    """Replace every layer of a stack by the value that was stacked, in place. Return the sealed graph."""
     return _Fold(traced).result()
 
 
@@ -50,16 +43,13 @@ class _Fold:
     def result(self) -> Traced:
         for node in list(self.traced.nodes):
             taken = _taken(node)
-            if taken is None or not self._comes_from_layers(taken[0]):
+            if taken is None or taken[0].op != "call_function" or taken[0].target in (aten.select.int, aten.unbind.int):
                 continue
             layer = self.layer(*taken)
             if layer is not None:
                 self._replace(node, self._written_zero(node) if layer is _ZERO else layer)
         self.traced.seal()
         return self.traced
-
-    def _comes_from_layers(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and (node.target not in (aten.select.int, aten.unbind.int))
 
     def layer(self, stacked: fx.Node, index: int) -> fx.Node | _Zero | None:
         """Return layer `index` of a stack as a node, `_ZERO`, or None if it is unknown."""
@@ -110,10 +100,9 @@ class _Fold:
 
     def _written_zero(self, node: fx.Node) -> fx.Node:
         value = info(node).aval
+        options = {"dtype": value.dtype, "device": value.device}
         with self.traced.graph.inserting_before(node):
-            zero = self.traced.graph.call_function(
-                aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device}
-            )
+            zero = self.traced.graph.call_function(aten.full.default, (list(value.shape), 0), options)
         set_info(zero, info(node))
         return zero
 

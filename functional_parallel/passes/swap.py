@@ -37,14 +37,9 @@ def move_before_sums(
 ) -> list[fx.Node]:
     """Move a psum or psum_scatter before other psums, if it is computed from them alone, through linear ops.
 
-    Args:
-        traced: the graph.
-        reduction: the op to move forward. Of several concatenated psums, one is left after it.
-        is_passed: whether the reduction may move before a psum. All psums must be over the same axes.
-        through: whether a cast may be between them.
-
-    Returns:
-        The ops that are now before the sum: the reduction, and the ops between; empty if it was not moved.
+    Return the ops that are now before the sum: the reduction and the ops between; none if it was not moved. All psums
+    must be over the same axes, and `is_passed`. Of several concatenated psums, one is left after the reduction. A cast
+    may be between if it is `through`.
     """
     sums, path = _sums_before(reduction, is_passed, through)
     if not sums:

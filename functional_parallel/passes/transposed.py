@@ -48,11 +48,8 @@ def _turns(node: fx.Node) -> bool:
         return len(info(node).aval.shape) == 2
     if node.target is aten.permute.default:
         return [dim % 2 for dim in node.args[1]] == [1, 0] and len(node.args[1]) == 2
-    return node.target is aten.transpose.int and len(info(node).aval.shape) == 2 and _are_different(*node.args[1:3])
-
-
-def _are_different(a: int, b: int) -> bool:
-    return a % 2 != b % 2
+    is_matrix = node.target is aten.transpose.int and len(info(node).aval.shape) == 2
+    return is_matrix and node.args[1] % 2 != node.args[2] % 2
 
 
 def _can_turn(node: fx.Node, outputs: list[object]) -> bool:

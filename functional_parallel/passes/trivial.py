@@ -19,10 +19,7 @@ _REDUCTIONS = ("psum", "pmax", "pmin")
 def drop_size_one_axes(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced:
     """Remove every collective and cast over axes of one rank, in place. Its result is its operand, an index is zero.
 
-    Args:
-        traced: the graph.
-        mesh: the sizes of the axes.
-        kept: axes with sums and extrema that stay nevertheless.
+    Sums and extrema over axes of `kept` stay nevertheless.
     """
     for node in list(traced.nodes):
         name = primitive_name(node)

@@ -27,14 +27,7 @@ class _Arrangement:
 
 
 def fuse_views(traced: Traced) -> Traced:
-    """Rewrite every chain of permutations, squeezes and the like, in place.
-
-    Args:
-        traced: the graph; its outputs are updated.
-
-    Returns:
-        The same object, sealed again.
-    """
+    """Rewrite every chain of permutations, squeezes and the like, in place. Return the sealed graph."""
     found: dict[fx.Node, _Arrangement] = {}
     undone: dict[fx.Node, fx.Node] = {}
     for node in list(traced.nodes):
@@ -86,11 +79,7 @@ def _write(node: fx.Node, arrangement: _Arrangement) -> None:
         node.target, node.args = aten.permute.default, (base, order)
 
 
-# -----------------------------------------------------------------------------
-# Effect of each op on an arrangement
-# -----------------------------------------------------------------------------
-
-_Dims = tuple[int | None, ...]
+_Dims = tuple[int | None, ...]  # as in `_Arrangement`; the functions below return the effect of an op
 
 
 def _permute(dims: _Dims, node: fx.Node) -> _Dims | None:

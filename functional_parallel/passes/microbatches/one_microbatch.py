@@ -26,15 +26,9 @@ __all__ = ["place_single_microbatch_sums"]
 
 
 def place_single_microbatch_sums(traced: Traced, axis: str, in_specs: list[P], out_specs: list[P]) -> None:
-    """Keep sums over an axis of one microbatch only where the pipeline ends.
-
-    Args:
-        traced: the graph.
-        axis: the axis of microbatches.
-        in_specs, out_specs: layouts of inputs and results.
-    """
+    """Keep sums over an axis of one microbatch only where the pipeline ends."""
     rounds = MicrobatchRounds(traced, axis, in_specs)
-    goes_on = _leading_to(traced, lambda node: node in rounds.varying and _state(node, axis) is not State.INVARIANT)
+    goes_on = _leading_to(traced, lambda n: n in rounds.varying and info(n).typed[axis] is not State.INVARIANT)
     for node in list(filter(rounds.is_barrier, traced.nodes)):
         if any(user in goes_on for user in node.users):
             traced.replace(node, node.args[0])
@@ -89,7 +83,3 @@ def _leading_to(traced: Traced, chosen: Callable[[fx.Node], bool]) -> set[fx.Nod
         if chosen(node) or any(user in found for user in node.users):
             found.add(node)
     return found
-
-
-def _state(node: fx.Node, axis: str) -> State:
-    return info(node).typed[axis]

@@ -20,18 +20,12 @@ CASTS = ("pvary", "pcast")
 
 
 class MicrobatchRounds:
-    """Microbatches of a graph that is written over a virtual axis.
-
-    Attributes:
-        varying: the values that differ by microbatch.
-        of: the round in which each op runs; the result of a barrier is available after its round.
-        last: the last round.
-    """
+    """Microbatches of a graph that is written over a virtual axis."""
 
     def __init__(self, traced: Traced, axis: str, in_specs: list[P]) -> None:
         self.traced, self.axis = traced, axis
-        self.varying = self._varying(in_specs)
-        self.of, self.last = self._last_rounds()
+        self.varying = self._varying(in_specs)  # the values that differ by microbatch
+        self.of, self.last = self._last_rounds()  # round of each op; a barrier's result is available after its round
 
     def is_barrier(self, node: fx.Node) -> bool:
         """Whether an op is a barrier: it needs all microbatches."""
@@ -50,7 +44,8 @@ class MicrobatchRounds:
     def _last_rounds(self) -> tuple[dict[fx.Node, int], int]:
         first: dict[fx.Node, int] = {}
         for node in self.traced.nodes:
-            first[node] = max((self._after(operand, first) for operand in operands_of(node)), default=0)
+            after = (first.get(each, 0) + (each in first and self.is_barrier(each)) for each in operands_of(node))
+            first[node] = max(after, default=0)
         last = max((first[node] for node in first if node in self.varying or self.is_barrier(node)), default=0)
         found: dict[fx.Node, int] = {}
         for node in reversed(list(self.traced.nodes)):
@@ -61,16 +56,9 @@ class MicrobatchRounds:
                 found[node] = min(found[node], last)
         return found, last
 
-    def _after(self, node: fx.Node, first: dict[fx.Node, int]) -> int:
-        return first.get(node, 0) + (1 if node in first and self.is_barrier(node) else 0)
-
 
 def names_axis(node: fx.Node, axis: str) -> bool:
-    """Whether an op is a primitive over this axis.
-
-    Raises:
-        UnrollError: if it is over this axis and others at the same time.
-    """
+    """Whether an op is a primitive over this axis. Raise `UnrollError` if it is over others at the same time."""
     name = primitive_name(node)
     if name is None:
         return False

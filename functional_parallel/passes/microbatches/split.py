@@ -23,17 +23,8 @@ def microbatch_splits(
 ) -> dict[str, DimSplit]:
     """Check that the arguments fit their specs, and return the split of each microbatch axis.
 
-    Arguments of several lengths are split in proportion: if 5 samples are split into 2, 2 and 1, then 10 into 4, 4
-    and 2.
-
-    Args:
-        args: full arguments.
-        specs: their layouts, microbatch axes included.
-        mesh: the mesh, with these axes.
-        virtual: these axes, with the number of microbatches.
-
-    Raises:
-        SpecError: if an argument does not fit its spec, or there are fewer samples than microbatches.
+    Arguments of several lengths are split in proportion: if 5 samples are split into 2, 2 and 1, then 10 into 4, 4 and
+    2. `virtual` has the microbatch axes, each with the number of microbatches.
     """
     found = {axis: DimSplit.of(count, _samples(args, specs, mesh, axis, count)) for axis, count in virtual.items()}
     uneven = [axis for axis, parts in found.items() if not parts.is_even]

@@ -24,13 +24,9 @@ __all__ = ["ReduceOncePerStep", "ReducePerMicrobatch"]
 
 @dataclass(frozen=True)
 class ReduceOncePerStep(ProgramPass):
-    """Sum over ranks once per step: after the sum over microbatches.
+    """Sum over ranks once per step: after the sum over microbatches."""
 
-    Attributes:
-        axis: the axis of microbatches.
-    """
-
-    axis: str
+    axis: str  # of microbatches
     name: ClassVar[str] = "sums once"
     phase: ClassVar[Phase] = Phase.PREPARE
 
@@ -48,13 +44,9 @@ def is_total(node: fx.Node, axis: str) -> bool:
 
 @dataclass(frozen=True)
 class ReducePerMicrobatch(ProgramPass):
-    """Sum over ranks for every microbatch: before the sum over microbatches.
+    """Sum over ranks for every microbatch: before the sum over microbatches."""
 
-    Attributes:
-        axis: the axis of microbatches.
-    """
-
-    axis: str
+    axis: str  # of microbatches
     name: ClassVar[str] = "reduce each microbatch"
     phase: ClassVar[Phase] = Phase.TYPES
 

@@ -43,21 +43,10 @@ def unroll(
     out_specs: list[P],
     replicated: Collection[fx.Node] = (),
 ) -> Traced:
-    """Remove a virtual axis from a program.
+    """Remove a virtual axis from a graph at the shapes of one microbatch. Its inputs and results then hold all of them.
 
-    Args:
-        traced: the graph at the shapes of one microbatch, with types.
-        axis: the virtual axis.
-        parts: the split into microbatches.
-        in_specs, out_specs: layouts of inputs and results, the virtual axis included.
-        replicated: values that do not depend on the microbatch, but are recomputed for each, so that they are not kept
-            between microbatches: gathered parameters.
-
-    Returns:
-        A graph without the axis, with inputs and results that hold all microbatches.
-
-    Raises:
-        UnrollError: if an op moves values between microbatches by other means than sums, extrema and gathers.
+    `replicated` are values that do not depend on the microbatch, but are recomputed for each, so that they are not kept
+    between microbatches: gathered parameters.
     """
     return _Unroll(traced, axis, parts, in_specs, out_specs, set(replicated)).result
 
@@ -81,15 +70,12 @@ class _Unroll:
         self.varying, self._is_barrier = self.microbatches.varying, self.microbatches.is_barrier
         self._inputs(in_specs)
         self._rounds()
-        self.result.outputs = [
-            self._output(output, spec) for output, spec in zip(traced.outputs, out_specs, strict=True)
-        ]
+        outputs = zip(traced.outputs, out_specs, strict=True)
+        self.result.outputs = [self._output(output, spec) for output, spec in outputs]
         self.result.seal()
         for node in self.graph.nodes:
             if (known := info(node).type) is not None:
                 update_info(node, type=Type({name: state for name, state in known.items() if name != axis}))
-
-    # --- writing the new graph ---
 
     def _inputs(self, in_specs: list[P]) -> None:
         for node, spec in zip(self.old.inputs, in_specs, strict=True):
@@ -226,11 +212,7 @@ class _Unroll:
 
 
 def microbatch_dim(spec: P, axis: str, where: str) -> int:
-    """Return the dim of an input or a result that holds the microbatches.
-
-    Raises:
-        UnrollError: if no dim holds them, or they are an inner factor of one.
-    """
+    """Return the dim of an input or a result that holds the microbatches."""
     for dim, factors in enumerate(spec.dims):
         if axis in factors:
             if any(isinstance(factor, int) for factor in factors[: factors.index(axis)]):
@@ -240,11 +222,7 @@ def microbatch_dim(spec: P, axis: str, where: str) -> int:
 
 
 def combine_op(node: fx.Node, axis: str) -> torch._ops.OpOverload | None:
-    """Return the op that combines two microbatches' operands of a barrier; None if they are concatenated.
-
-    Raises:
-        UnrollError: if the barrier is not a sum, an extremum or a gather.
-    """
+    """Return the op that combines two microbatches' operands of a barrier; None if they are concatenated."""
     name = primitive_name(node)
     if name == "all_gather":
         return None
