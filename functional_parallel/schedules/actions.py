@@ -169,11 +169,6 @@ def placement(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(found[stage] for stage in range(len(found)))
 
 
-# -----------------------------------------------------------------------------
-# As text
-# -----------------------------------------------------------------------------
-
-
 def rows(schedule: Schedule) -> list[list[str]]:
     """Return the actions of each rank as text, with overlapped actions as a pair.
 

@@ -9,8 +9,7 @@ and H1 and H2 if they fit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from itertools import product
+from itertools import product, starmap
 from typing import NamedTuple
 
 from .actions import Action, Schedule
@@ -51,7 +50,8 @@ def zb_auto(stages: int, microbatches: int, limit: int | None = None, costs: Cos
     allowed = ranks if limit is None else limit
     require("zb-auto", "room for at least 1 microbatch", "limit", allowed, lambda _: True)
     priced = costs or Costs()
-    candidates = [_greedy(ranks, microbatches, allowed, priced, policy) for policy in _policies()]
+    policies = starmap(_Policy, product((0, 1, 2), (False, True), (False, True)))
+    candidates = [_greedy(ranks, microbatches, allowed, priced, policy) for policy in policies]
     candidates += [made(stages, microbatches) for made in (zb_h1, zb_h2)]
     fitting = [found for found in candidates if max(peaks(found)) <= allowed]
 
@@ -67,10 +67,6 @@ class _Policy(NamedTuple):
     ahead: int  # forwards in flight on rank r of P: 0 any number, 1 P − r, 2 2(P − r) − 1, within the limit
     forward_first: bool
     waits: bool  # instead of starting a weight gradient that would delay an action that is about to be ready
-
-
-def _policies() -> Iterator[_Policy]:
-    return (_Policy(*chosen) for chosen in product((0, 1, 2), (False, True), (False, True)))
 
 
 def _greedy(ranks: int, microbatches: int, limit: int, costs: Costs, policy: _Policy) -> Schedule:

@@ -104,11 +104,6 @@ def _versions_of_stage(row: tuple[Action, ...], schedule: Schedule, stage: int) 
     return peak
 
 
-# -----------------------------------------------------------------------------
-# Rules
-# -----------------------------------------------------------------------------
-
-
 def _check_sizes(schedule: Schedule) -> None:
     name = schedule.name
     for number in ("microbatches", "chains"):

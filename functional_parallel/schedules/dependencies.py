@@ -10,17 +10,7 @@ __all__ = ["gradients_of_input", "replay", "waits_for"]
 
 
 def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: Action) -> list[Action]:
-    """Return the actions that `action` depends on, beginning with that of the adjacent stage.
-
-    Args:
-        schedule: any schedule.
-        kinds: for each stage and microbatch, the kind of the action that computes the gradient of the input, as
-            `gradients_of_input(schedule)` returns it.
-        action: the action that waits.
-
-    Returns:
-        One or two actions; an empty list for the forward of a first stage.
-    """
+    """Return what `action` depends on, first the action of the adjacent stage. `kinds`: see `gradients_of_input`."""
     kind, stage, microbatch = action
     if kind == "F":
         before = schedule.before(stage)
@@ -38,14 +28,7 @@ def gradients_of_input(schedule: Schedule) -> dict[tuple[int, int], str]:
 
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yield the actions in an order in which they could run sequentially. End early if all ranks wait.
-
-    Args:
-        schedule: any schedule.
-
-    Yields:
-        Rank and action, each action after all its dependencies. The ranks take turns, with one action per turn.
-    """
+    """Yield rank and action in a sequential order of execution, one action per turn of a rank. End if all wait."""
     kinds = gradients_of_input(schedule)
     done: set[Action] = set()
     positions = [0] * schedule.ranks

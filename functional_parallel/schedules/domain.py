@@ -10,18 +10,9 @@ __all__ = ["ranks_of", "require"]
 
 
 def require(name: str, rule: str, argument: str, value: int, legal: Callable[[int], bool], others: str = "") -> None:
-    """Check that `value` is legal for `argument`.
+    """Raise `ScheduleError` unless `value` is an integer of at least 1 that is `legal` for `argument`.
 
-    Args:
-        name: name of the schedule.
-        rule: description of the legal values.
-        argument: name of the argument.
-        value: value of the argument.
-        legal: predicate of a legal value, for integers of at least 1.
-        others: the other arguments that the rule depends on, as text.
-
-    Raises:
-        ScheduleError: if the value is not legal. The message names the rule, the value and the nearest legal values.
+    `rule` describes the legal values. `others` are the other arguments that it depends on, as text.
     """
     if isinstance(value, int) and value >= 1 and legal(value):
         return

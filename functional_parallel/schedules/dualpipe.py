@@ -39,15 +39,12 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     ranks = ranks_of("dualpipe", stages, microbatches)
     rule = "an even number of microbatches, at least twice the stages"
     require("dualpipe", rule, "microbatches", microbatches, lambda n: n % 2 == 0 and n >= 2 * ranks, f"stages={stages}")
-    rows, pairs = [], []
+    rows = []
     for r in range(ranks):
         down, up = r, 2 * ranks - 1 - r
-        near, far = (down, up) if r < ranks // 2 else (up, down)
-        row = _EightSteps(near, far)
-        row.run(min(r, ranks - 1 - r), ranks // 2, microbatches // 2)
-        rows.append(tuple(row.actions))
-        pairs += row.pairs
-    return Schedule(tuple(rows), folded_placement(ranks), microbatches, 2, frozenset(pairs), name="dualpipe")
+        rows.append(_EightSteps(*((down, up) if r < ranks // 2 else (up, down))))
+        rows[r].run(min(r, ranks - 1 - r), ranks // 2, microbatches // 2)
+    return _schedule("dualpipe", rows, microbatches, chains=2)
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
@@ -70,13 +67,15 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     ranks = ranks_of("dualpipe-v", stages, microbatches, 2)
     rule = "at least as many microbatches as stages"
     require("dualpipe-v", rule, "microbatches", microbatches, lambda number: number >= stages, f"stages={stages}")
-    rows, pairs = [], []
-    for r in range(ranks):
-        row = _EightSteps(r, 2 * ranks - 1 - r)
+    rows = [_EightSteps(r, 2 * ranks - 1 - r) for r in range(ranks)]
+    for r, row in enumerate(rows):
         row.run(r, ranks, microbatches)
-        rows.append(tuple(row.actions))
-        pairs += row.pairs
-    return Schedule(tuple(rows), folded_placement(ranks), microbatches, 1, frozenset(pairs), name="dualpipe-v")
+    return _schedule("dualpipe-v", rows, microbatches, chains=1)
+
+
+def _schedule(name: str, rows: list[_EightSteps], microbatches: int, chains: int) -> Schedule:
+    actions, pairs = tuple(tuple(row.actions) for row in rows), frozenset(pair for row in rows for pair in row.pairs)
+    return Schedule(actions, folded_placement(len(rows)), microbatches, chains, pairs, name=name)
 
 
 class _EightSteps:

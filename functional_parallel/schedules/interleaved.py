@@ -30,14 +30,9 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
         The schedule.
     """
     ranks = ranks_of("interleaved", stages, microbatches, chunks)
-    require(
-        "interleaved",
-        "microbatches that split evenly into as many groups as the ranks go into them",
-        "microbatches",
-        microbatches,
-        lambda number: number % max(1, number // ranks) == 0,
-        f"{ranks} ranks",
-    )
+    rule = "microbatches that split evenly into as many groups as the ranks go into them"
+    others = f"{ranks} ranks"
+    require("interleaved", rule, "microbatches", microbatches, lambda m: m % max(1, m // ranks) == 0, others)
     group = microbatches // max(1, microbatches // ranks)
     order = [
         (chunk, m)

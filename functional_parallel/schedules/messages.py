@@ -142,9 +142,8 @@ def _run(
         moved = False
         for rank in range(len(steps)):
             while (step := head(rank)) is not None and ready(rank, step):
-                (sent if isinstance(step, Send) else have[rank]).add(
-                    step.action if not isinstance(step, Action) else step
-                )
+                done = step if isinstance(step, Action) else step.action
+                (sent if isinstance(step, Send) else have[rank]).add(done)
                 positions[rank] += 1
                 moved = True
                 if isinstance(step, Send) and waiting:  # the matching receive has completed too

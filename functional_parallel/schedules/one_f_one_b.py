@@ -53,14 +53,8 @@ def eager_one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 def _warmed(name: str, stages: int, microbatches: int, ahead: int) -> Schedule:
     ranks = ranks_of(name, stages, microbatches)
-    rows = (
-        alternate(
-            [Action("F", r, m) for m in range(microbatches)],
-            [Action("B", r, m) for m in range(microbatches)],
-            min(ahead * (ranks - 1 - r), microbatches),
-        )
-        for r in range(ranks)
-    )
+    forwards, backwards = ([[Action(k, r, m) for m in range(microbatches)] for r in range(ranks)] for k in "FB")
+    rows = (alternate(forwards[r], backwards[r], min(ahead * (ranks - 1 - r), microbatches)) for r in range(ranks))
     return Schedule(tuple(rows), tuple(range(ranks)), microbatches, name=name)
 
 

@@ -45,6 +45,8 @@ _FLUSH = "Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training
 _ZERO = "Qi et al. 2024, Zero bubble pipeline parallelism"
 _MEMORY = "Qi et al. 2024, Pipeline parallelism with controllable memory"
 _DUAL = "DeepSeek-AI 2024, DeepSeek-V3 technical report"
+_DUAL_V = f"{_DUAL}; its published code"
+_BREADTH = "Lamy-Poirier 2023, Breadth-first pipeline parallelism"
 
 FAMILIES = {
     "naive": Family(naive, "any", "M(P − 1)(F + B)", "1", "layer-wise model parallelism"),
@@ -59,14 +61,7 @@ FAMILIES = {
         "Narayanan et al. 2021, Megatron-LM",
         None,
     ),
-    "looped-bfs": Family(
-        breadth_first,
-        "P·V stages",
-        "(P − 1)(F + B)",
-        "MV",
-        "Lamy-Poirier 2023, Breadth-first pipeline parallelism",
-        None,
-    ),
+    "looped-bfs": Family(breadth_first, "P·V stages", "(P − 1)(F + B)", "MV", _BREADTH, None),
     "zb-h1": Family(zb_h1, "any", "(P − 1)(F + I − W) if W ≤ F, I and M ≥ 2P − 1", "min(P, M)", _ZERO),
     "zb-h2": Family(zb_h2, "any", "span (P − 1)(F + I − 2W), if W ≤ F, I and M ≥ 2P − 1", "min(2P − 1, M)", _ZERO),
     "zb-v": Family(
@@ -95,14 +90,7 @@ FAMILIES = {
     ),
     "zb-auto": Family(zb_auto, "any; at most `limit` live", "by search", "≤ limit", _ZERO),
     "dualpipe": Family(dualpipe, "P even; M even, M ≥ 2P", "(P/2 − 1)(F&B + F − 2W) if F ≥ I ≥ W", "P + 1", _DUAL),
-    "dualpipe-v": Family(
-        dualpipe_v,
-        "2P stages; M ≥ 2P",
-        "(P − 1)(F&B + F − 2W) if F ≥ I ≥ W",
-        "2P + 1",
-        f"{_DUAL}; its published code",
-        2,
-    ),
+    "dualpipe-v": Family(dualpipe_v, "2P stages; M ≥ 2P", "(P − 1)(F&B + F − 2W) if F ≥ I ≥ W", "2P + 1", _DUAL_V, 2),
     "pipedream": Family(pipedream, "any", "0 while it streams", "min(P − r, M)", _PIPEDREAM),
     "2bw": Family(two_bw, "batches of at least P; M whole batches", "0 while it streams", "min(P − r, M)", _FLUSH),
 }

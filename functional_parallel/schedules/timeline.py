@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .actions import Action
+from .actions import ACTION_KINDS, Action
 from .simulate import Event, Timeline
 
 if TYPE_CHECKING:
@@ -118,9 +118,8 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1.0) -> str:
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in range(timeline.schedule.ranks)
     ]
-    return json.dumps(
-        {"traceEvents": names + [_traced(event, microseconds) for row in timeline.events for event in row]}
-    )
+    events = [_traced(event, microseconds) for row in timeline.events for event in row]
+    return json.dumps({"traceEvents": names + events})
 
 
 def _traced(event: Event, microseconds: float) -> dict[str, Any]:
@@ -207,6 +206,5 @@ def _draw(axes: Axes, timeline: Timeline, until: float) -> None:
 def _legend(timelines: Sequence[Timeline]) -> list[Any]:
     from matplotlib.patches import Patch
 
-    kinds = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     there = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
-    return [Patch(color=_COLORS[kind], label=text) for kind, text in kinds.items() if kind in there]
+    return [Patch(color=_COLORS[kind], label=text) for kind, text in ACTION_KINDS.items() if kind in there]
