@@ -120,15 +120,10 @@ def is_only_use_of_own_memory(value: fx.Node) -> bool:
     if value.op != "call_function" or len(value.users) != 1:
         return False
     if value.target is operator.getitem:
-        return _owns_results(value.args[0])
+        return getattr(value.args[0].target, "owns_results", False) or not shares_memory(value.args[0])
     written = mutated_operands(value)
     base = written[0] if len(written) == 1 else view_base(value)
     return not shares_memory(value) if base is None else is_only_use_of_own_memory(base)
-
-
-def _owns_results(node: fx.Node) -> bool:
-    """Whether each of an op's several results has separate memory."""
-    return getattr(node.target, "owns_results", False) or not shares_memory(node)
 
 
 def may_stay_in_place(part: fx.Node) -> bool:

@@ -19,31 +19,20 @@ __all__ = ["BaseProgram"]
 
 @dataclass(eq=False, kw_only=True)
 class BaseProgram(abc.ABC):
-    """Base class of `Program` and `PipelineProgram`.
-
-    Attributes:
-        mesh: the mesh of the program.
-        in_specs, out_specs: layout of each input and result.
-        in_paths, out_paths: their pytree paths.
-        name: for messages.
-        passes: the names of the passes that ran, in order.
-        notes: lines that `explain` prints below its table.
-        requests: the requests of the transforms, as text.
-        lowering: lowers the function again, from shapes, and yields the program after each pass.
-        backend: backend of the ops between collectives: "eager", torch's kernels op by op, or "inductor".
-    """
+    """Base class of `Program` and `PipelineProgram`."""
 
     mesh: Mesh
     in_specs: list[P]
     out_specs: list[P]
-    in_paths: list[str]
+    in_paths: list[str]  # pytree paths
     out_paths: list[str]
-    name: str
-    passes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    requests: tuple[str, ...] = ()
+    name: str  # for messages
+    passes: tuple[str, ...] = ()  # names of the passes that ran, in order
+    notes: tuple[str, ...] = ()  # lines that `explain` prints below its table
+    requests: tuple[str, ...] = ()  # of the transforms, as text
+    # Lowers the function again, from shapes, and yields the program after each pass.
     lowering: Callable[[], Iterable[Intermediate]] | None = field(default=None, repr=False)
-    backend: str = "eager"
+    backend: str = "eager"  # of the ops between collectives: "eager", torch's kernels op by op, or "inductor"
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # data that runtimes prepare once
 
     @abc.abstractmethod

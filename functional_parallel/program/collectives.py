@@ -59,13 +59,7 @@ class Collective:
 
 
 def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterator[Collective]:
-    """Yield the collectives that send data, in order. Axes of one rank send nothing and are left out.
-
-    Args:
-        traced: the graph.
-        mesh: the sizes of the axes.
-        casts: whether to include the primitives that never send: casts, slices and indices.
-    """
+    """Yield the collectives over more than one rank that send data, in order; with `casts`, also other primitives."""
     for node, phase in phases_of(traced).items():
         found = collective_of(node, mesh, phase)
         if found is not None and (casts or found.kind in COMMUNICATING):
@@ -92,13 +86,7 @@ def keep_phases(traced: Traced) -> None:
 
 
 def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collective | None:
-    """Return the collective of an op, over the axes of more than one rank. None without such axes or for another op.
-
-    Args:
-        node: an op of a program.
-        mesh: the sizes of the axes.
-        phase: the phase of the step that it belongs to.
-    """
+    """Return the collective of an op, over the axes of more than one rank. None without such axes or for another op."""
     name = primitive_name(node)
     if name is None:
         return None

@@ -123,18 +123,7 @@ def explain(
     notes: Iterable[str] = (),
     requests: Iterable[str] = (),
 ) -> Explanation:
-    """Group collectives into rows.
-
-    Args:
-        name, mesh: for the title.
-        found: the program's collectives.
-        group: "line" (one row per source line) or "axis" (one row per kind, axis and phase).
-        notes: lines to print below.
-        requests: the requests of the transforms, as text.
-
-    Raises:
-        ValueError: for another grouping.
-    """
+    """Group collectives into rows: one per source line, or with `group="axis"` one per kind, axis and phase."""
     if group not in ("line", "axis"):
         raise ValueError(f"explain(group={group!r}): it is 'line', 'axis' or 'pass'")
     groups: dict[Any, list[Collective]] = defaultdict(list)
@@ -181,16 +170,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Parse a size in bytes: a number, with or without a unit.
+    """Parse a size in bytes: a number, with or without a unit of powers of 1000 (kB, …) or of 1024 (KiB, …).
 
     >>> parse_bytes("1.5 KiB"), parse_bytes("8GB"), parse_bytes(7)
     (1536, 8000000000, 7)
-
-    Args:
-        size: an int, or text with a unit: B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
-
-    Raises:
-        ValueError: for anything else.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size

@@ -105,8 +105,6 @@ class Hardware:
         products = flops / (self.rate(dtype) * self.flops_share)
         return self.launch + max(products, moved / (self.bandwidth * self.bandwidth_share))
 
-    # --- communication ---
-
     def collective(self, one: Collective, mesh: Mesh) -> float:
         """Seconds of a collective of a program on a mesh, if nothing else is in flight."""
         whole = one.result.nbytes if one.kind == "all_gather" else one.operand.nbytes
@@ -169,16 +167,11 @@ def _readable(amount: float, unit: str) -> str:
 
 
 def group_topology(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> GroupTopology:
-    """Return the topology of a group over some axes, without a list of its ranks.
+    """Return the topology of a group over some axes, without a list of its ranks. The mesh's last axis varies fastest.
 
     >>> mesh = Mesh(data=512, tensor=8, pipe=4)
     >>> group_topology(mesh, ("data",), 8), group_topology(Mesh(data=512, tensor=8), ("tensor",), 8)
     (GroupTopology(inside=1, hosts=512), GroupTopology(inside=8, hosts=1))
-
-    Args:
-        mesh: the mesh, its last axis varying fastest.
-        axes: the axes of the group.
-        ranks_per_host: number of consecutive ranks that share a host.
     """
     named, inside, stride = set(axes), 1, 1
     for name, size in reversed(mesh.shape.items()):
@@ -189,12 +182,7 @@ def group_topology(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> Grou
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:
-    """Return the hardware of a name, or a description unchanged.
-
-    Raises:
-        TypeError: if it is neither a name nor an `fp.Hardware`.
-        ValueError: if the name is unknown.
-    """
+    """Return the hardware of a name, or a description unchanged."""
     if isinstance(hardware, str):
         return Hardware.named(hardware)
     if not isinstance(hardware, Hardware):
@@ -207,38 +195,18 @@ def hardware_of(hardware: Hardware | str) -> Hardware:
 # Peaks without sparsity from NVIDIA's data sheets (SXM). Float32 products run as in torch, without TF32. Links count
 # one direction: NVLink of a rank, and its share of a DGX's InfiniBand. Latencies per round are NCCL's
 # (src/graph/tuning.cc: "simple", NVLink 3.4 µs and network 14 µs).
-_HALF = (torch.bfloat16, torch.float16)
 _NVLINK, _NETWORK = 3.4e-6, 14e-6
 
+
+def _dgx(
+    name: str, rates: tuple[float, ...], bandwidth: float, capacity: int, nvlink: float, network: float
+) -> Hardware:
+    flops = dict(zip((torch.float64, torch.float32, torch.float16, torch.bfloat16), rates, strict=False))
+    return Hardware(name, flops, bandwidth, capacity, 8, Line(_NVLINK, 1 / nvlink), Line(_NETWORK, 1 / network))
+
+
 HARDWARE = {
-    one.name: one
-    for one in (
-        Hardware(
-            "h100",
-            {**dict.fromkeys(_HALF, 989e12), torch.float32: 67e12, torch.float64: 67e12},
-            3.35e12,
-            80 * 10**9,
-            8,
-            Line(_NVLINK, 1 / 450e9),
-            Line(_NETWORK, 1 / 50e9),
-        ),
-        Hardware(
-            "a100",
-            {**dict.fromkeys(_HALF, 312e12), torch.float32: 19.5e12, torch.float64: 19.5e12},
-            2.039e12,
-            80 * 10**9,
-            8,
-            Line(_NVLINK, 1 / 300e9),
-            Line(_NETWORK, 1 / 25e9),
-        ),
-        Hardware(
-            "v100",
-            {torch.float16: 125e12, torch.float32: 15.7e12, torch.float64: 7.8e12},
-            0.9e12,
-            32 * 10**9,
-            8,
-            Line(_NVLINK, 1 / 150e9),
-            Line(_NETWORK, 1 / 6.25e9),
-        ),
-    )
+    "h100": _dgx("h100", (67e12, 67e12, 989e12, 989e12), 3.35e12, 80 * 10**9, 450e9, 50e9),
+    "a100": _dgx("a100", (19.5e12, 19.5e12, 312e12, 312e12), 2.039e12, 80 * 10**9, 300e9, 25e9),
+    "v100": _dgx("v100", (7.8e12, 15.7e12, 125e12), 0.9e12, 32 * 10**9, 150e9, 6.25e9),
 }

@@ -116,19 +116,13 @@ def memory_of(name: str, traced: Traced) -> Memory:
 
 
 class StorageTable:
-    """Storages of the values of a graph, and their bytes.
-
-    Attributes:
-        nodes: the ops in order.
-        sizes: the bytes of each storage.
-        storages: storages of each value: one, or one per result of an op with several results.
-    """
+    """Storages of the values of a graph, and their bytes."""
 
     def __init__(self, name: str, traced: Traced) -> None:
         self.name, self.traced = name, traced
         self.nodes = list(traced.nodes)
         self.sizes: dict[Storage, int] = {}
-        self.storages: dict[fx.Node, list[Storage]] = {}
+        self.storages: dict[fx.Node, list[Storage]] = {}  # one, or one per result of an op with several results
         for node in traced.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._own(node)
@@ -185,8 +179,6 @@ class StorageTable:
         born = {storage: index for index, node in enumerate(self.nodes) for storage in self.made_by(node)}
         return {storage: (index, self.last_uses.get(storage, index)) for storage, index in born.items()}
 
-    # --- storages ---
-
     def _own(self, node: fx.Node) -> None:
         values = info(node).results
         self.storages[node] = [(node, index) for index in range(len(values))]
@@ -224,8 +216,6 @@ class StorageTable:
             if isinstance(output, fx.Node):
                 found.update(dict.fromkeys(self.storages[output], len(self.nodes) - 1))
         return found
-
-    # --- names and kinds ---
 
     def op(self, at: int) -> str:
         """Return an op's name and source line."""

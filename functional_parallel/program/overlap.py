@@ -27,12 +27,7 @@ STARTED = frozenset({"psum", "psum_scatter", "all_gather", "all_to_all"})  # col
 
 
 def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> list[fx.Node]:
-    """Return the program's ops in an order that keeps collectives in flight.
-
-    Args:
-        traced: the program.
-        readers: for each op that writes into its operands, the ops that must have read them before.
-    """
+    """Return the ops in an order that keeps collectives in flight. `readers`: see `readers_before_writes`."""
     order: dict[fx.Node, None] = {}
     waiting: list[fx.Node] = []
     stored = {node for node in traced.inputs if info(node).is_parameter}  # and values computed from parameters only
@@ -49,14 +44,11 @@ def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> 
 
 
 def one_scatter_at_a_time(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Map each reduce-scatter to the previous one, which must be complete before it starts.
+    """Map each reduce-scatter of ops in running order to the previous one, which must be complete before it starts.
 
     The key is the op that packs the operand, if that op comes just before the reduce-scatter. The sum of a gradient is
     needed at the end of a step only. Until an op waits for it, the full gradient stays allocated, so a step would keep
     all of them. FSDP also waits for the previous reduce-scatter.
-
-    Args:
-        order: a program's ops in the order in which they run.
     """
     scatters = [index for index, node in enumerate(order) if primitive_name(node) == "psum_scatter"]
     found = {}

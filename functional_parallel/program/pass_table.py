@@ -37,29 +37,20 @@ class Snapshot:
 
 
 class Intermediate(NamedTuple):
-    """A program during its lowering.
+    """A program during its lowering."""
 
-    Attributes:
-        name: the pass that ran last; "traced" before the first one.
-        program: the program; later passes change it.
-        mesh: the program's mesh, with an axis for microbatches as long as it exists.
-        per_microbatch: values that each microbatch computes, although they are equal for all.
-    """
-
-    name: str
-    program: Any
-    mesh: Mesh
-    per_microbatch: Collection[fx.Node] = ()
+    name: str  # the pass that ran last; "traced" before the first one
+    program: Any  # later passes change it
+    mesh: Mesh  # with an axis for microbatches as long as it exists
+    per_microbatch: Collection[fx.Node] = ()  # values that each microbatch computes, though equal for all
 
 
 @dataclass
 class PassRecorder:
     """Records the effect of each pass on a program.
 
-    Attributes:
-        with_text: whether to keep the program's text after each pass.
-        moments: for each program, the name of each pass and the program after it. The first entry is the program as
-            traced, or as cut out of another program.
+    `moments` has, for each program, the name of each pass and the program after it. The first entry is the program as
+    traced, or as cut out of another program.
     """
 
     with_text: bool = False
@@ -92,11 +83,7 @@ class PassRecorder:
         return PassTable(name, mesh, tuple(rows), notes)
 
     def around(self, name: str) -> tuple[str, str]:
-        """Return the text before the first and after the last pass of a name, of all programs in which one ran.
-
-        Raises:
-            ValueError: if there was none.
-        """
+        """Return the text before the first and after the last pass of a name, of all programs in which one ran."""
         texts = []
         for moments in self.moments.values():
             found = [index for index, (passed, _, _) in enumerate(moments) if passed == name and index > 0]

@@ -31,27 +31,17 @@ __all__ = ["Item", "Price", "PriceRow", "price_of", "readable_seconds"]
 
 @dataclass(frozen=True)
 class Item:
-    """One op or collective on one rank, with its cost.
+    """One op or collective on one rank, with its cost."""
 
-    Attributes:
-        what: "products", "other ops", the collective's kind, or "idle" while a pipeline waits.
-        axes: axes of a collective or a send.
-        phase: "forward", "backward" or "update".
-        source: its source line.
-        flops, moved, sent: flops of products, bytes read and written in memory, bytes sent to other ranks.
-        seconds: duration without overlap.
-        exposed: seconds in which the rank does nothing else.
-    """
-
-    what: str
-    axes: tuple[str, ...]
-    phase: str
-    source: str
-    flops: int = 0
-    moved: int = 0
-    sent: int = 0
-    seconds: float = 0.0
-    exposed: float = 0.0
+    what: str  # "products", "other ops", the collective's kind, or "idle" while a pipeline waits
+    axes: tuple[str, ...]  # of a collective or a send
+    phase: str  # "forward", "backward" or "update"
+    source: str  # the source line
+    flops: int = 0  # of products
+    moved: int = 0  # bytes read and written in memory
+    sent: int = 0  # bytes sent to other ranks
+    seconds: float = 0.0  # duration without overlap
+    exposed: float = 0.0  # seconds in which the rank does nothing else
 
 
 @dataclass(frozen=True)
@@ -176,18 +166,8 @@ class Price:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: totals, and rows by kind."""
-        names = (
-            "name",
-            "seconds",
-            "computing",
-            "idle",
-            "communicating",
-            "exposed",
-            "sent",
-            "memory",
-            "flops",
-            "utilization",
-        )
+        times = ("seconds", "computing", "idle", "communicating", "exposed")
+        names = ("name", *times, "sent", "memory", "flops", "utilization")
         rows = [{**vars(row), "axes": list(row.axes)} for row in self.rows()]
         mesh, hardware = self.mesh.shape, self.hardware.name
         return {**{name: getattr(self, name) for name in names}, "mesh": mesh, "hardware": hardware, "rows": rows}
@@ -250,7 +230,8 @@ class _RankClocks:
             elif collective is None and primitive_name(node) is None and view_base(node) is None:
                 self._compute(node)
         self._wait([out for out in traced.outputs if isinstance(out, fx.Node)])
-        self.items = [_exposed(item, self.waited.get(i, item.exposed)) for i, item in enumerate(self.items)]
+        for index, seconds in self.waited.items():
+            self.items[index] = replace(self.items[index], exposed=seconds)
 
     def _wait(self, nodes: Iterable[fx.Node]) -> None:
         """Advance `now` until these values are ready, and charge the wait to the collectives in flight."""
@@ -284,10 +265,6 @@ class _RankClocks:
         self.items.append(
             Item(what, (), self.phases[node], source, flops=done, moved=nbytes, seconds=seconds, exposed=seconds)
         )
-
-
-def _exposed(item: Item, seconds: float) -> Item:
-    return item if item.exposed == seconds else replace(item, exposed=seconds)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -24,10 +24,6 @@ def shared_by_collectives(collectives: Iterable[Collective], mesh: Mesh) -> int:
 
     A group that sends by another channel uses none: its ranks are on several hosts, or that channel was faster when
     measured.
-
-    Args:
-        collectives: the collectives of the program.
-        mesh: the sizes of the axes.
     """
     halves: dict[tuple[str, ...], int] = {}
     for one in collectives:
@@ -42,9 +38,6 @@ def channel_bytes(messages: Iterable[int]) -> int:
 
     >>> channel_bytes([100, 100, 100 << 20])                 # what is large goes another way
     256
-
-    Args:
-        messages: the bytes of each message.
     """
     return min(ROOM, sum(aligned(size) for size in messages if size <= LARGEST))
 

@@ -16,20 +16,19 @@ from .collectives import collective_of
 
 __all__ = ["bytes_moved", "flops", "recompute_cost"]
 
+aten = torch.ops.aten
+
 # Flops in the time of a byte read or written, and of a byte sent. Machines differ by a factor of ten either way. Only
 # the order matters: elementwise ops are cheap compared to products, and communication is expensive.
 _PER_BYTE_MOVED = 8
 _PER_BYTE_SENT = 100
-_TAKE = {
-    torch.ops.aten.embedding.default,
-    torch.ops.aten.index.Tensor,
-    torch.ops.aten.index_select.default,
-    torch.ops.aten.gather.default,
-}
+_TAKE = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
 def flops(node: fx.Node) -> int:
     """Floating-point operations of a product, a convolution or a fused attention; 0 for all other ops.
+
+    Two flops per multiplication and addition, as in torch's own counter.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -37,12 +36,6 @@ def flops(node: fx.Node) -> int:
     >>> program = step.lower(torch.ones(8, 4), torch.ones(16, 8))
     >>> sum(map(flops, program.traced.nodes)) == 2 * 16 * 8 * 4
     True
-
-    Args:
-        node: an op of a program.
-
-    Returns:
-        Two flops per multiplication and addition, as in torch's own counter.
     """
     from torch.utils.flop_counter import flop_registry  # lazy, because it searches for optional packages
 
@@ -65,12 +58,7 @@ def flops(node: fx.Node) -> int:
 
 
 def recompute_cost(node: fx.Node, mesh: Mesh) -> int:
-    """Cost of an op in flops: its own flops, plus the bytes that it moves and sends at a fixed rate.
-
-    Args:
-        node: an op of a program.
-        mesh: the sizes of the axes.
-    """
+    """Cost of an op in flops: its own flops, plus the bytes that it moves and sends at a fixed rate."""
     if view_base(node) is not None:
         return 0
     collective = collective_of(node, mesh)
