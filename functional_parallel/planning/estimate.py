@@ -134,11 +134,6 @@ def _kept(shapes: PyTree, state: PyTree, train: TrainStep, convention: str | Con
     ]
 
 
-# -----------------------------------------------------------------------------
-# Pipelines
-# -----------------------------------------------------------------------------
-
-
 def _where_layers_are(train: TrainStep, shapes: PyTree) -> Iterator[PyTree]:
     """Yield, for each pipeline rank, which parameters it holds. Parameters outside stacks count on every rank."""
     paths, tree = tree_paths(shapes), optree.tree_structure(shapes)
@@ -170,11 +165,6 @@ def _only(tree: PyTree, shapes: PyTree, there: PyTree) -> PyTree:
     return tree_map_params(chosen, tree, optree.tree_structure(shapes))
 
 
-# -----------------------------------------------------------------------------
-# Bytes
-# -----------------------------------------------------------------------------
-
-
 def _convention(name: str | Convention) -> Convention:
     if isinstance(name, Convention):
         return name
@@ -200,11 +190,6 @@ def _bytes(tree: PyTree, specs: SpecTree, mesh: Mesh, each: int | None = None, o
     return total
 
 
-# -----------------------------------------------------------------------------
-# Transformers, by formula
-# -----------------------------------------------------------------------------
-
-
 def transformer_parameters(layers: int, hidden: int, vocabulary: int, sequence: int) -> int:
     """Return the number of parameters of a GPT with learned positions and a tied head.
 
@@ -212,12 +197,6 @@ def transformer_parameters(layers: int, hidden: int, vocabulary: int, sequence: 
 
     >>> f"{transformer_parameters(layers=96, hidden=12288, vocabulary=51200, sequence=2048) / 1e9:.1f}"
     '174.6'
-
-    Args:
-        layers: number of blocks.
-        hidden: width.
-        vocabulary: number of rows of the embedding.
-        sequence: number of positions.
     """
     return 12 * layers * hidden**2 + 13 * layers * hidden + (vocabulary + sequence) * hidden
 

@@ -20,21 +20,13 @@ __all__ = ["LayerProfile", "profile_layers"]
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """Costs of the ops between two adjacent positions where the model may be cut, for one microbatch.
+    """Costs of the ops between two adjacent positions where the model may be cut, for one microbatch."""
 
-    Attributes:
-        work: work in flops, per kind of action: "F", "I" and "W".
-        kept: bytes of each value of a forward that the backward reads, by name.
-        output: bytes that a cut after this layer sends.
-        weights: paths of the parameters that the layer uses.
-        working: peak bytes that are live in any of its actions, without the inputs of the action.
-    """
-
-    work: dict[str, int]
-    kept: dict[str, int]
-    output: int
-    weights: frozenset[str]
-    working: int
+    work: dict[str, int]  # in flops, per kind of action: "F", "I" and "W"
+    kept: dict[str, int]  # bytes of each value of a forward that the backward reads, by name
+    output: int  # bytes that a cut after this layer sends
+    weights: frozenset[str]  # paths of the parameters that the layer uses
+    working: int  # peak bytes that are live in any of its actions, without the inputs of the action
 
 
 def profile_layers(
@@ -42,14 +34,8 @@ def profile_layers(
 ) -> list[LayerProfile]:
     """Return the profiles of the layers of a step, in order, at the shapes of one microbatch.
 
-    Args:
-        program: the step, with the microbatch axis in its specs. Its graph is consumed.
-        virtual: name of the microbatch axis.
-        inlined: values that are recomputed for every microbatch.
-        without: names of passes that are disabled.
-
-    Raises:
-        PipelineError: if the step has no backward, or cannot be pipelined.
+    The specs of the step include the axis of microbatches, `virtual`. Its graph is consumed. `inlined` are values that
+    are recomputed for every microbatch.
     """
     roles = classify_ops(program, virtual, inlined)
     cut, count = finest(program.traced, roles, program.mesh)

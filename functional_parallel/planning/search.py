@@ -115,7 +115,8 @@ def _measured(
     optimizer: Optimizer | None,
     inner: Transform | Chain | None,
 ) -> list[LayerProfile]:
-    _check_optimizer(optimizer)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer= takes an optimizer such as fp.optim.adamw(1e-3), not {optimizer!r}")
     if not speed > 0:
         raise ValueError(f"layer_costs(speed={speed!r}): give the flops per second that a rank gets done, above 0")
     _samples(batch)
@@ -281,10 +282,7 @@ class PipelineChoices(Sequence[PipelineChoice]):
         return self._found
 
     def _fitting(self, choices: Sequence[PipelineChoice]) -> Iterator[PipelineChoice]:
-        """Check the choices in order and yield those that fit.
-
-        If a schedule and depth do not fit with one microbatch size, larger microbatches are skipped. They hold more.
-        """
+        """Yield the choices that fit, in order. Larger microbatches of a choice that does not fit are skipped."""
         least: dict[tuple[str, int], int] = {}  # smallest microbatch that does not fit, per schedule and depth
         closest: PipelineChoice | None = None
         for choice in choices:
@@ -339,10 +337,7 @@ def _layer(found: LayerProfile, samples: int, speed: float, weights: dict[str, t
 
 
 def _weights(params: PyTree, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
-    """Return, per trained parameter, the bytes of its gradient and the bytes of its training state.
-
-    The training state is the parameter, its gradient and its optimizer state.
-    """
+    """Return, per trained parameter, the bytes of its gradient, and those of parameter, gradient and state together."""
     found = {}
     for path, leaf in zip(tree_paths(params), optree.tree_leaves(params), strict=True):
         if is_trained(leaf):
@@ -350,11 +345,6 @@ def _weights(params: PyTree, optimizer: Optimizer) -> dict[str, tuple[int, int]]
             held = sum(each.nbytes for each in state if isinstance(each, torch.Tensor) and each.ndim)
             found[path] = (leaf.nbytes, 2 * leaf.nbytes + held)
     return found
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer= takes an optimizer such as fp.optim.adamw(1e-3), not {optimizer!r}")
 
 
 def _samples(batch: tuple[PyTree, ...]) -> int:
