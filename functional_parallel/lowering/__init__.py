@@ -5,13 +5,4 @@ from .lower import UNCHECKED, Lowered, lower, lowering
 from .nested_shard_map import call_shard_map
 from .options import ArgumentPaths, Options
 
-__all__ = [
-    "UNCHECKED",
-    "ArgumentPaths",
-    "Lowered",
-    "Options",
-    "call_shard_map",
-    "lower",
-    "lowering",
-    "traced_in",
-]
+__all__ = ["UNCHECKED", "ArgumentPaths", "Lowered", "Options", "call_shard_map", "lower", "lowering", "traced_in"]

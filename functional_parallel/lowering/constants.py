@@ -21,15 +21,7 @@ __all__ = ["check_static_leaves"]
 
 
 def check_static_leaves(tree: PyTree, where: str) -> None:
-    """Check that no leaf holds content that a program would treat as a constant.
-
-    Args:
-        tree: arguments or results of the traced function.
-        where: the function and the kind of tree, for the error.
-
-    Raises:
-        TypeError: for such leaves; the message lists each by its path.
-    """
+    """Raise `TypeError`, with the path of each, for leaves with content that a program would treat as a constant."""
     register_dataclasses(tree)
     leaves = optree.tree_leaves(tree)
     if not any(map(_hides_tensors, leaves)):

@@ -49,12 +49,7 @@ class Lowered:
         return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
 
     def require_layouts(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Check that the arguments with strides that affect the function are contiguous.
-
-        Args:
-            tensors: a consecutive range of the tensor arguments.
-            first: the index of the first tensor in this range.
-        """
+        """Check that arguments with strides that affect the function are contiguous, from argument number `first`."""
         for index, (read, path) in self.layout_reads.items():
             if 0 <= index - first < len(tensors):
                 require_contiguous(tensors[index - first], read, path)
@@ -77,17 +72,8 @@ def lower(
 ) -> Lowered:
     """Trace a function on shards, type its values, check the layouts of its results and run its passes.
 
-    Args:
-        f: a local function, or a bare function on shards.
-        mesh: the mesh.
-        args: the arguments of `f`; only their shapes and dtypes are used.
-        specs: for a bare function, the specs of its arguments and of its results.
-        name: the name of the function in messages.
-        options: the user's options.
-        paths: the paths of the arguments that are parameters and state.
-
-    Returns:
-        The program with the tree of its results.
+    `f` is a local function, or a bare function on shards with `specs` for its arguments and results. Only the shapes
+    and dtypes of `args` are used.
     """
     return finished(lowering(f, mesh, args, specs, name=name, options=options, paths=paths))
 
@@ -102,14 +88,7 @@ def lowering(
     options: Options = Options(),
     paths: ArgumentPaths = ArgumentPaths(),
 ) -> Generator[Intermediate, None, Lowered]:
-    """Lower a function like `lower`, and yield the intermediate programs.
-
-    Yields:
-        The program after each pass.
-
-    Returns:
-        The result of `lower`.
-    """
+    """Lower a function like `lower`, and yield the program after each pass."""
     check_static_leaves(args, f"{name}, arguments")
     layout = layout_of(f)
     wide = layout.mesh(mesh)
@@ -151,12 +130,7 @@ def lowering(
 class _Flat:
     """Flattened function, from a list of tensors to a list of tensors. A call stores the structure of the result.
 
-    Attributes:
-        tensors: the tensors among the leaves of the arguments.
-        in_specs, in_paths: the specs and paths of these tensors.
-        outputs: the leaves of the result, with a marker for each tensor.
-        out_tree: the tree structure of the result.
-        out_specs, out_paths: the specs and paths of the tensors among the results.
+    In `outputs`, the leaves of the result, a marker stands for each tensor. Specs and paths are those of the tensors.
     """
 
     out_tree: optree.PyTreeSpec
@@ -271,25 +245,14 @@ def _is_in(path: str, parent: str) -> bool:
 
 def _settle(rewritten: Program | PipelineProgram) -> None:
     """Drop the data that only passes read, after the last pass."""
-    if isinstance(rewritten, PipelineProgram):
-        for part in rewritten.every_program():
-            part.traced.settle()
-    else:
-        rewritten.traced.settle()
-
-
-# -----------------------------------------------------------------------------
-# Specs and types
-# -----------------------------------------------------------------------------
+    for part in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
+        part.traced.settle()
 
 
 def _check_results(program: Program, types: list[Type], known: Collection[str]) -> None:
     """Check that the type of every result is the type of its spec.
 
     Otherwise ranks would disagree on a value, or copies would be treated as shards.
-
-    Raises:
-        OutSpecError: for every result with another type.
     """
     wrong = []
     outputs = program.traced.outputs
@@ -327,11 +290,7 @@ def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
 
 
 def per_argument(specs: SpecTree, args: tuple[PyTree, ...], name: str) -> tuple[SpecTree, ...]:
-    """Return a spec for every leaf of each argument. Specs that are not a tuple are the specs of one argument.
-
-    Raises:
-        LayoutError: when the numbers of specs and of arguments differ.
-    """
+    """Return a spec for every leaf of each argument. Specs that are not a tuple are the specs of one argument."""
     given = specs if isinstance(specs, tuple) else (specs,)
     if len(given) != len(args):
         listed = (

@@ -33,20 +33,10 @@ __all__ = ["call_shard_map"]
 def call_shard_map(
     f: Callable[..., PyTree], mesh: Mesh, in_specs: SpecTree, out_specs: SpecTree, name: str, args: tuple[PyTree, ...]
 ) -> PyTree:
-    """Call a body on slices of values that are replicated in the surrounding trace.
+    """Call a body on slices of values that are replicated in the surrounding trace, and return the full results.
 
-    Args:
-        f, mesh, in_specs, out_specs, name: as for `compile`.
-        args: arguments that are replicated along all axes of the mesh that are visible here.
-
-    Returns:
-        The full results.
-
-    Raises:
-        LayoutError: when the surrounding plan splits an axis of the specs, when `mesh` does not match the bound axes,
-            or when a spec has partial sums, reduced axes or padding.
-        ArgumentSpecError: when an argument is local to an axis of the mesh already.
-        OutSpecError: when the layout of a result differs from its spec.
+    The arguments must be replicated along all axes of the mesh that are visible here. The plan around the call must not
+    split an axis of the specs. The specs may not have partial sums, reduced axes or padding.
     """
     specs = per_argument(in_specs, args, name)
     _check_specs(optree.tree_leaves((specs, out_specs)), name)
@@ -82,11 +72,6 @@ def call_shard_map(
     return optree.tree_unflatten(optree.tree_structure(found["result"]), whole)
 
 
-# -----------------------------------------------------------------------------
-# The body
-# -----------------------------------------------------------------------------
-
-
 def _traced(
     body: Callable[..., list[Any]], tensors: Sequence[torch.Tensor], specs: Sequence[P], visible: Sequence[str]
 ) -> Traced:
@@ -115,11 +100,6 @@ def _check_results(traced: Traced, specs: Sequence[P], visible: Sequence[str], p
             ]
     if wrong:
         raise OutSpecError(f"{_place(name)}: results do not lie as out_specs say:\n" + "\n".join(wrong))
-
-
-# -----------------------------------------------------------------------------
-# Slices and gathers
-# -----------------------------------------------------------------------------
 
 
 def _entered(x: torch.Tensor, spec: P) -> torch.Tensor:

@@ -9,31 +9,18 @@ __all__ = ["ArgumentPaths", "Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the user that do not change the meaning of the program.
+    """Options of the user that do not change the meaning of the program."""
 
-    Attributes:
-        bucket: bytes per collective; "auto" selects a size for the program; None does not combine collectives.
-        without: names of the passes that are disabled.
-        backend: executor of the ops between collectives: "eager" or "inductor".
-        donate: whether the program may write into the memory of the state.
-        reduction: "fast" for sums in any order, "ordered" for sums in rank order.
-    """
-
-    bucket: int | str | None = None
-    without: frozenset[str] = frozenset()
-    backend: str = "eager"
-    donate: bool = False
-    reduction: str = "fast"
+    bucket: int | str | None = None  # bytes per collective; "auto" selects a size; None does not combine collectives
+    without: frozenset[str] = frozenset()  # names of the passes that are disabled
+    backend: str = "eager"  # executor of the ops between collectives: "eager" or "inductor"
+    donate: bool = False  # whether the program may write into the memory of the state
+    reduction: str = "fast"  # "fast" for sums in any order, "ordered" for sums in rank order
 
 
 @dataclass(frozen=True)
 class ArgumentPaths:
-    """Paths of the arguments of a function that are parameters and state.
-
-    Attributes:
-        parameters: the pytree path of the argument that holds the model's parameters.
-        state: the path of the argument that a result replaces (parameters and optimizer state), or None.
-    """
+    """Pytree paths of the arguments of a function that are parameters and state."""
 
     parameters: str = "0"
-    state: str | None = None
+    state: str | None = None  # the argument that a result replaces: parameters and optimizer state

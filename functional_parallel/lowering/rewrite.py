@@ -47,22 +47,9 @@ Programs = Generator[Intermediate, None, T]
 def rewrite(
     program: Program, layout: Layout, parts: Mapping[str, DimSplit], options: Options
 ) -> Programs[Program | PipelineProgram]:
-    """Remove the virtual axes of a program, and run the passes that its transforms request.
+    """Remove the virtual axes of a program at the shapes of one microbatch, and run the requested passes.
 
-    Args:
-        program: the traced program, with the shapes of one microbatch.
-        layout: the layout of the traced function.
-        parts: the split into microbatches of each virtual axis.
-        options: the user's options.
-
-    Yields:
-        The program after each pass.
-
-    Returns:
-        The final program.
-
-    Raises:
-        ValueError: when `options.without` names a pass that does not exist.
+    Yield the program after each pass, and return the final one. `parts` is the split of each virtual axis.
     """
     wide = layout.mesh(program.mesh)
     unknown = sorted(options.without - PASS_NAMES - {each.name for each in requested_passes(layout)})
