@@ -4,10 +4,4 @@ from . import own_ops
 from .function import Partitioning, axis_layout_of, partition
 from .preparation import prepare
 
-__all__ = [
-    "Partitioning",
-    "axis_layout_of",
-    "own_ops",
-    "partition",
-    "prepare",
-]
+__all__ = ["Partitioning", "axis_layout_of", "own_ops", "partition", "prepare"]

@@ -88,14 +88,9 @@ def partition(
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How a transform partitions a function over one mesh axis.
+    """How a transform partitions a function over one mesh axis. The fields are the arguments of `partition`."""
 
-    Attributes:
-        name: a description of the transform, for messages.
-        axis, in_specs, out_specs, parameters, gathered, strict: as for `partition`.
-    """
-
-    name: str
+    name: str  # of the transform, for messages
     axis: str
     in_specs: tuple[SpecTree, ...] | Specs
     out_specs: SpecTree | None = None
@@ -108,11 +103,7 @@ class Partitioning:
         return self.in_specs(args) if callable(self.in_specs) else _as_tuple(self.in_specs, args)
 
     def apply(self, f: Callable[..., PyTree]) -> LocalFunction:
-        """Partition a function.
-
-        Raises:
-            PartitionError: when `f` is local to the axis already.
-        """
+        """Partition a function."""
         axis, inner = self.axis, layout_of(f)
         if axis in inner.axes:
             raise PartitionError(f"{f!r} is local to {axis!r} already; each axis is taken by one transform")
@@ -146,7 +137,7 @@ class _Partition:
     def __call__(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
         cut = axis_dim_split(self.axis)
         register_dataclasses(args)
-        specs = self._leaf_specs(args)
+        specs = list(optree.tree_leaves(specs_per_leaf(self.how.specs(args), args, f"specs over {self.axis!r}")))
         leaves, tree = optree.tree_flatten(args)
         places = [axis_layout_of(spec, self.axis, self.inner.axes) for spec in specs]
         given, held = leaves, places
@@ -161,9 +152,6 @@ class _Partition:
         outputs, out_places = run_partitioned(entry.traced, inputs, self.axis, cut, out_places=wanted, strict=strict)
         specs_out = [_with_place(s, p, self.axis) for s, p in zip(entry.out_inner, out_places, strict=True)]
         return optree.tree_unflatten(entry.out_tree, outputs), optree.tree_unflatten(entry.out_tree, specs_out)
-
-    def _leaf_specs(self, args: tuple[PyTree, ...]) -> list[P]:
-        return list(optree.tree_leaves(specs_per_leaf(self.how.specs(args), args, f"specs over {self.axis!r}")))
 
     def _argument_flags(self, args: tuple[PyTree, ...], numbers: Sequence[int | None]) -> list[bool]:
         return [number in numbers for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
@@ -212,8 +200,6 @@ class _Partition:
         specs = optree.tree_leaves(full)
         return [axis_layout_of(spec, self.axis, self.inner.axes) for spec in specs]
 
-    # --- tracing ---
-
     def _entry(
         self, leaves: list[Any], tree: optree.PyTreeSpec, tensors: list[int], places: list[AxisLayout], cut: DimSplit
     ) -> _Entry:
@@ -249,11 +235,6 @@ class _Partition:
         return _Entry(traced, found["tree"], found["specs"])
 
 
-# -----------------------------------------------------------------------------
-# Specs and layouts
-# -----------------------------------------------------------------------------
-
-
 def _as_tuple(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
     given = specs if isinstance(specs, tuple) else (specs,)
     if len(given) != len(args):
@@ -269,13 +250,7 @@ def _trimmed(x: torch.Tensor, spec: P) -> torch.Tensor:
 
 
 def axis_layout_of(spec: P, axis: str, inner: Sequence[str]) -> AxisLayout:
-    """Return the layout of a spec along one axis, for a value that is local to the inner axes already.
-
-    Args:
-        spec: the spec of the value.
-        axis: the mesh axis.
-        inner: the axes to which the value is local.
-    """
+    """Return the layout of a spec along one axis, for a value that is local to the inner axes already."""
     if axis in spec.reduced:
         return REDUCED
     if axis not in spec.axes:

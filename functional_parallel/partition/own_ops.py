@@ -7,6 +7,8 @@ the split.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
@@ -19,10 +21,7 @@ ops = torch.ops.fp
 
 
 def _other_size(step: OpContext) -> int:
-    size = 1
-    for name in step.node.args[1]:
-        size *= mesh_axis_size(str(name))
-    return size
+    return math.prod(mesh_axis_size(str(name)) for name in step.node.args[1])
 
 
 def _decide_gather(step: OpContext) -> OpSharding:
@@ -42,34 +41,19 @@ def _decide_scatter(step: OpContext) -> OpSharding:
     return OpSharding((place,), (place,))
 
 
-def _exchange_text(node: fx.Node) -> str:
-    return whole_along(*node.args[2:4], ndim=ndim_of(node))
-
-
-def _decide_index(step: OpContext) -> OpSharding:
-    return OpSharding((), (REPLICATED,))
-
-
 rule([ops.psum.default, ops.pcast.default, ops.ppermute.default, ops.pbroadcast.default], Rule("~... -> ..."))
 rule([DECLARED], Rule("~... -> ..."))
 rule([ops.pmax.default, ops.pmin.default], Rule("... -> ..."))
 rule([ops.all_gather.default], Rule(decide=_decide_gather))
 rule([ops.psum_scatter.default, ops.pscatter.default], Rule(decide=_decide_scatter))
-rule([ops.all_to_all.default], Rule(_exchange_text))
-rule([ops.axis_index.default], Rule(decide=_decide_index))
-
-
-# -----------------------------------------------------------------------------
-# Constraints
-# -----------------------------------------------------------------------------
+rule([ops.all_to_all.default], Rule(lambda node: whole_along(*node.args[2:4], ndim=ndim_of(node))))
+rule([ops.axis_index.default], Rule(decide=lambda step: OpSharding((), (REPLICATED,))))
 
 
 def _decide_constraint(step: OpContext) -> OpSharding:
     """Return the layout that a constraint requires on this axis. If it does not name the axis, nothing changes."""
-    place = constrained_place(step.node, step.axis)
-    if place is None:
-        held = step.operands[0].place
-        return OpSharding((held,), (held,))
+    required = constrained_place(step.node, step.axis)
+    place = step.operands[0].place if required is None else required
     return OpSharding((place,), (place,))
 
 

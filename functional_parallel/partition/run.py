@@ -81,21 +81,11 @@ def run_partitioned(
     out_places: Sequence[AxisLayout | None] | None = None,
     strict: bool = False,
 ) -> tuple[list[PyTree], list[AxisLayout]]:
-    """Run a traced function on the shards of one rank.
+    """Run a traced function on the shards of one rank. Return this rank's shard of each output, and its layout.
 
-    Args:
-        traced: the function at global shapes, prepared.
-        inputs: each input, then each captured tensor.
-        axis: the mesh axis.
-        cut: the split of a dim over the axis.
-        out_places: the required layouts of the results. None leaves a result sharded, and completes partial sums.
-        strict: whether to raise for ops without a rule instead of computing them on full tensors.
-
-    Returns:
-        This rank's shard of each output, and its layout.
-
-    Raises:
-        PartitionError: with `strict`, when an op with a sharded operand has no rule.
+    `traced` is prepared, at global shapes. `inputs` are its inputs, then the captured tensors. `out_places` are the
+    required layouts of the results: None leaves a result sharded, and completes partial sums. If `strict`, ops without
+    a rule raise an error instead of computing on full tensors.
     """
     run = _ShardInterpreter(axis, cut, strict)
     run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
@@ -114,8 +104,6 @@ class _ShardInterpreter:
         self.axis, self.cut, self.strict = axis, cut, strict
         self.values: dict[fx.Node, Any] = {}
         self.stands_for: dict[fx.Node, fx.Node] = {}  # inputs of a graph that replaces an op → operands of the op
-
-    # --- one op ---
 
     def compute(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -241,7 +229,7 @@ class _ShardInterpreter:
 
     def _step(self, node: fx.Node) -> OpContext:
         operands = [self._operand(operand) for operand in tensor_operands(node)]
-        return OpContext(node, self.axis, self.cut, operands, _results(node), eval_node)
+        return OpContext(node, self.axis, self.cut, operands, list(info(node).results), eval_node)
 
     def _store(self, node: fx.Node, step: OpContext, outputs: PyTree) -> None:
         static = bool(step.operands) and all(operand.is_parameter for operand in step.operands)
@@ -252,8 +240,6 @@ class _ShardInterpreter:
             PartitionedValue(place, part, static) for place, part in zip(step.decision.results, parts, strict=False)
         ]
         self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
-
-    # --- the end ---
 
     def results(
         self, outputs: list[fx.node.Argument], wanted: Sequence[AxisLayout | None] | None
@@ -293,15 +279,8 @@ def _is_reduced(step: OpContext) -> bool:
 
 
 def _reduced(result: Aval | None) -> AxisLayout:
-    """Return the layout of a result of an op with a Reduced operand: Reduced if it is differentiable, else replicated.
-
-    None means that the op did not compute this output.
-    """
+    """Return the layout of a result (None if not computed) of an op with a Reduced operand."""
     return REDUCED if result is not None and result.is_differentiable else REPLICATED
-
-
-def _results(node: fx.Node) -> list[Aval | None]:
-    return list(info(node).results)
 
 
 def _decision(rule: Rule, step: OpContext) -> OpSharding:
