@@ -164,8 +164,6 @@ class _PipelineBuilder:
                 )
         return ()
 
-    # --- ranks ---
-
     def _ranks_of_total(self, total: fx.Node) -> list[int]:
         return self._ranks_of_stage(self.builder.stage[total.args[0]])
 
@@ -176,8 +174,6 @@ class _PipelineBuilder:
     def _rank_of_collected(self, node: fx.Node, microbatch: int) -> int:
         chain = microbatch // self.schedule.microbatches_of_chain
         return self._ranks_of_stage(self.builder.stage[node])[chain]
-
-    # --- prologues ---
 
     def _prologue(self, rank: int, taken: set[fx.Node]) -> Prologue:
         wanted: list[PrologueOutput] = []
@@ -218,10 +214,7 @@ def classify_ops(program: Program, virtual: str, inlined: set[fx.Node]) -> OpRol
 def build_stages(
     program: Program, roles: OpRoles, cut: Mapping[fx.Node, int], count: int, without: Collection[str]
 ) -> Generator[str, None, StageBuilder]:
-    """Assign each op of a step to a stage, recompute cheap values in the backward of each stage, and split the graph.
-
-    `cut` is the minimum stage of each forward op. The name of each pass over the full step is yielded after it.
-    """
+    """Assign ops to stages, recompute cheap values in each stage's backward, and split the graph. Yield pass names."""
     stage = assign_stages(program.traced, roles, cut, count - 1)
     if RecomputeCheap.name not in without:
         yield "microbatches"

@@ -131,7 +131,8 @@ def _costs(forward: Sequence[fx.Node], roles: OpRoles, balance: str, mesh: Mesh)
     for node in forward:
         parameters = [o for o in _weights(node, roles) if o not in seen]
         seen.update(parameters)
-        kept = info(node).aval.nbytes if _is_kept(node, roles) else 0
+        is_kept = isinstance(info(node).val, Aval) and any(user in roles.backward for user in node.users)
+        kept = info(node).aval.nbytes if is_kept else 0
         found.append(float(kept + sum(info(o).aval.nbytes for o in parameters)))
     return found
 
@@ -146,10 +147,6 @@ def _weights(node: fx.Node, roles: OpRoles) -> list[fx.Node]:
         elif roles.of.get(value) is OpRole.ONCE:
             pending += operands_of(value)
     return found
-
-
-def _is_kept(node: fx.Node, roles: OpRoles) -> bool:
-    return isinstance(info(node).val, Aval) and any(user in roles.backward for user in node.users)
 
 
 def finest(traced: Traced, roles: OpRoles, mesh: Mesh) -> tuple[dict[fx.Node, int], int]:

@@ -151,9 +151,8 @@ class EpilogueGraph:
 
     def _seal(self) -> None:
         self.traced.seal()
-        for node in list(self.traced.inputs):
-            if not node.users and self.given[node].kind != "input":
-                raise AssertionError(f"nothing uses {node}")
+        unused = [node for node in self.traced.inputs if not node.users and self.given[node].kind != "input"]
+        assert not unused, f"nothing uses {unused[0]}"
 
     def _links(self, inputs: list[fx.Node], in_paths: Sequence[str], out_paths: Sequence[str]) -> dict[int, fx.Node]:
         """Map the index of each result that replaces an input (new parameter, new moment) to that input."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from torch import fx
 
@@ -98,7 +97,8 @@ class EpiloguePlacement:
         return common
 
     def _may_move(self, node: fx.Node) -> bool:
-        return _is_small(info(node).val) and not self._is_of_parameter(node)
+        aval = info(node).val
+        return isinstance(aval, Aval) and aval.numel <= _SMALL and not self._is_of_parameter(node)
 
     def _is_of_parameter(self, node: fx.Node) -> bool:
         """Whether a value is a parameter or computed from one parameter only, like the slice that a rank updates."""
@@ -118,7 +118,3 @@ class EpiloguePlacement:
 
     def _users_of(self, node: fx.Node) -> RankSet:
         return frozenset(rank for rank, inputs in enumerate(self.used) if self.given[node].node in inputs)
-
-
-def _is_small(aval: Any) -> bool:
-    return isinstance(aval, Aval) and aval.numel <= _SMALL

@@ -63,8 +63,6 @@ class _Priced:
         one = part.program
         return price_of(one.name, one.traced, one.mesh, self.hardware)
 
-    # --- time ---
-
     def _timeline(self) -> Timeline:
         stages = range(self.schedule.stages)
         apart = any(kind == "I" for kind, _ in self.works)
@@ -99,8 +97,6 @@ class _Priced:
         for node, source, _ in self.program.epilogue.exchanges[level]:
             sent[source] += info(node).aval.nbytes
         return max((self.link.seconds(size) for size in sent.values()), default=0.0)
-
-    # --- one rank ---
 
     def _programs(self, rank: int) -> Iterator[tuple[Price, int]]:
         """Yield the price of every program that a rank of the pipeline runs, with its number of runs."""

@@ -125,8 +125,6 @@ class PrologueBuilder:
         set_info(new, self.extractor.clean(like if isinstance(like, NodeInfo) else info(like)))
         return new
 
-    # --- inputs ---
-
     def _placeholders(self, wanted: Iterable[PrologueOutput]) -> None:
         for node in self.roles.traced.inputs:
             new = self._with_meta(self.new.graph.placeholder(node.name), node)

@@ -86,8 +86,8 @@ class OpRoles:
 
     def _role(self, node: fx.Node, operands: list[fx.Node], barrier: bool) -> OpRole:
         in_last_round = self.rounds.of[node] >= self.rounds.last
-        if barrier and node in self.backward and self._sums_alike(node):
-            return OpRole.AFTER
+        if barrier and node in self.backward and primitive_name(node) == "psum" and node.args[0] not in self.varying:
+            return OpRole.AFTER  # every microbatch adds the same summand, as in the bias gradient of a linear function
         if barrier:
             made = node.args[0] in self.varying and node.args[0].op != "placeholder"  # not a step input
             return OpRole.TOTAL if in_last_round and made else OpRole.EARLY
@@ -98,10 +98,6 @@ class OpRoles:
             return OpRole.EARLY
         return OpRole.STAGED if node in self.on_parameters or node in self.backward else OpRole.LOCAL
 
-    def _sums_alike(self, node: fx.Node) -> bool:
-        """Whether every microbatch adds the same summand, as in the bias gradient of a linear function."""
-        return primitive_name(node) == "psum" and node.args[0] not in self.varying
-
     def _check_early(self) -> None:
         found = [
             node
@@ -111,7 +107,8 @@ class OpRoles:
         if not found:
             return
         barrier = next((node for node in found if self.rounds.is_barrier(node)), found[-1])
-        why = _why_all(barrier, self._leads_to_backward(barrier)) + self._no_batch(barrier)
+        leads_to_backward = any(each in self.backward for each in _reached(barrier, lambda each: each.users))
+        why = _why_all(barrier, leads_to_backward) + self._no_batch(barrier)
         raise PipelineError(f"{info(barrier).source}: {why}")
 
     def _no_batch(self, barrier: fx.Node) -> str:
@@ -127,9 +124,6 @@ class OpRoles:
     def _is_slice_of_shared(self, node: fx.Node) -> bool:
         """Whether `node` slices a value that is computed once per step. It does not wait for other microbatches."""
         return primitive_name(node) == "pscatter" and self.of.get(node.args[0]) is OpRole.ONCE
-
-    def _leads_to_backward(self, node: fx.Node) -> bool:
-        return any(each in self.backward for each in _reached(node, lambda each: each.users))
 
     def is_inline(self, node: fx.Node) -> bool:
         """Whether an op is repeated in each program that needs it, because it is free or must not be saved."""

@@ -81,7 +81,7 @@ class Stacks:
 
     def restack_all(self, value: PyTree) -> PyTree:
         """Restack every subtree of `value` with the structure of unstacked parameters."""
-        return optree.tree_map(self.restack, value, is_leaf=self._is_known)
+        return optree.tree_map(self.restack, value, is_leaf=lambda x: optree.tree_structure(x) in self._known)
 
     def unstack_like(self, value: PyTree, params: PyTree) -> PyTree:
         """Unstack every subtree of `value` with the structure and shapes of the stacked parameters `params`.
@@ -106,9 +106,6 @@ class Stacks:
             return structure.unflatten(parts)
 
         return optree.tree_map(split, value, is_leaf=is_like_them)
-
-    def _is_known(self, value: PyTree) -> bool:
-        return optree.tree_structure(value) in self._known
 
     def specs(self, specs: SpecTree, params: PyTree) -> SpecTree:
         """Return specs of the unstacked tree from specs of the stacked tree. Layers are laid out like their stack."""

@@ -82,8 +82,6 @@ class StageBuilder:
         """Whether any staged op belongs to the backward."""
         return any(node in self.roles.backward for node in self.stage)
 
-    # --- producers and users ---
-
     def _collected(self) -> set[fx.Node]:
         """Return the values of each microbatch that are concatenated at the end: per-sample results."""
         outputs = {
@@ -160,8 +158,6 @@ class StageBuilder:
             if value not in self.stage and value.op == "call_function" and self.extractor.inline(value):
                 pending += operands_of(value)
         return list(found)
-
-    # --- one stage ---
 
     def _build(self, index: int, kinds: Collection[str]) -> Stage:
         beside = self._residuals_beside(index, self._of_kind(index, "F"))

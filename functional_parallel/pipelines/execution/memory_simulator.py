@@ -203,8 +203,6 @@ class _OneRank:
         channels = sum(map(channel_bytes, self.messages.values()))
         return shared_by_collectives(own, self.mesh) + channels
 
-    # --- values ---
-
     def _input(self, node: fx.Node) -> Value:
         aval, kind = info(node).aval, _kind_of_input(node)
         if not kind:
@@ -217,8 +215,6 @@ class _OneRank:
         if key not in self.constants:
             self.constants[key] = SimulatedStorage(self.tally, tensor.nbytes, "other inputs", "a constant")
         return self.constants[key]
-
-    # --- programs ---
 
     def run(self, program: Program, values: list[Value]) -> list[Value]:
         """Return a program's results, and add a point to the curve for its peak."""
@@ -234,8 +230,6 @@ class _OneRank:
             if storage not in made:
                 made[storage] = SimulatedStorage(self.tally, *found.row(storage))
         return [tuple(made[storage] for storage in result) for result in found.left]
-
-    # --- mail ---
 
     def send(self, step: Send, values: list[Value]) -> None:
         """Keep a message until the next message is sent."""

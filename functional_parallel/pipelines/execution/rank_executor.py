@@ -38,8 +38,6 @@ class RankExecutor:
         self.turn: dict[tuple[fx.Node, int], int] = {}  # by sum and chain: the next microbatch to add
         self.early: dict[tuple[fx.Node, int], dict[int, Any]] = {}  # by sum and chain: summands before their turn
 
-    # --- before, and after ---
-
     def begin(self) -> None:
         """Run the prologue."""
         prologue = self.program.prologues[self.rank]
@@ -67,8 +65,6 @@ class RankExecutor:
         if kind == "once":
             return self.once[value]
         return self.totals[which][value] if kind == "total" else self.collected[value, which]
-
-    # --- actions ---
 
     def act(self, action: Action) -> list[Any]:
         """Run an action. Return the values for its neighbour."""
@@ -141,8 +137,6 @@ class RankExecutor:
             else inputs[node]
             for node in nodes
         ]
-
-    # --- messages ---
 
     def receive(self, action: Action, stage: int, values: list[Any]) -> None:
         """Store the values that an action of a neighbouring stage computed."""
