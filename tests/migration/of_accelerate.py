@@ -1,0 +1,182 @@
+"""Rows for scripts with `accelerate.Accelerator`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import functional_parallel as fp
+from sharding_specs import Mesh
+
+from .checks import close, counts, first_loss, in_precision, same_loop, trained, trains
+from .names import Model, fn, params, x, y
+from .row import Row
+
+__all__ = ["ROWS", "left"]
+
+
+def left() -> dict[str, Any]:
+    """Names of the left sides. Accelerate does not have to be installed for the rest of this module."""
+    import accelerate
+
+    names = {name: getattr(accelerate, name) for name in ("Accelerator", "init_empty_weights", "infer_auto_device_map")}
+    plugins = ("DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "DataLoaderConfiguration")
+    names |= {name: getattr(accelerate.utils, name) for name in plugins}
+    return {
+        **names,
+        "accelerator": accelerate.Accelerator,
+        "Model": Model,
+        "ParallelismConfig": accelerate.ParallelismConfig,
+        "print": print,
+    }
+
+
+def same_values(predict: Any) -> bool:
+    return close(predict(x), fn(params, x))
+
+
+def one_value_per_sample(found: Any) -> bool:
+    errors, present = found
+    return close(errors[present], (fn(params, x[:5]) - y[:5]).square().mean(1))
+
+
+def clamps(optimizer: fp.optim.Optimizer) -> bool:
+    gradients = {"w": torch.tensor([3.0, -3.0, 0.1])}
+    new, _ = optimizer.update(gradients, optimizer.init(gradients), {"w": torch.zeros(3)})
+    return close(new["w"], -0.1 * torch.tensor([0.5, -0.5, 0.1]))
+
+
+def accumulated(step: Any) -> bool:
+    return first_loss(step(x, y)) and step.train.program.counts() == trained(fp.data_parallel("data")).program.counts()
+
+
+ROWS = [
+    Row(
+        "accelerator = Accelerator()\n"
+        "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)",
+        "step = fp.prepare(module, optimizer, scheduler, loss=loss_of)\nstep(x, y)",
+        first_loss,
+        "The loader stays as it is; see the rows on batches.",
+    ),
+    Row(
+        "accelerator.backward(loss)\noptimizer.step()\nscheduler.step()\noptimizer.zero_grad()",
+        "step(x, y)",
+        first_loss,
+    ),
+    Row(
+        "accelerator = Accelerator(gradient_accumulation_steps=4)\naccelerator.accumulate(model)",
+        "chained = fp.chain(plan, fp.accumulate(4))\n"
+        "fp.prepare(module, optimizer, loss=loss_of, mesh=mesh, plan=chained)",
+        accumulated,
+        "A step takes the batch of all microbatches: multiply the batch size of the loader by 4.",
+    ),
+    Row(
+        "accelerator.no_sync(model)",
+        "fp.chain(plan, fp.accumulate(4))",
+        lambda plan: counts(plan) == counts(fp.data_parallel("data")),
+    ),
+    Row(
+        "accelerator.clip_grad_norm_(model.parameters(), 0.1)",
+        "fp.prepare(module, optimizer, loss=loss_of, mesh=mesh, plan=plan, clip=0.1).train",
+        lambda train: same_loop(train, clip=0.1),
+        "`step.metrics.grad_norm` is the norm before clipping.",
+    ),
+    Row(
+        "accelerator.clip_grad_value_(model.parameters(), 0.5)",
+        "fp.optim.clip_value(fp.optim.sgd(0.1), 0.5)",
+        clamps,
+    ),
+    Row(
+        'Accelerator(mixed_precision="bf16")\naccelerator.autocast()',
+        'fp.chain(fp.mixed_precision("bf16"), plan)',
+        in_precision("bf16"),
+    ),
+    Row(
+        'Accelerator(mixed_precision="fp16")',
+        'fp.chain(fp.mixed_precision("fp16"), plan)',
+        in_precision("f16"),
+        "The loss scale is part of the optimizer state.",
+    ),
+    Row('Accelerator(mixed_precision="fp8")', limit="FP8"),
+    Row(
+        "Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))",
+        'fp.zero(2, "data")',
+        trains(kinds="psum psum_scatter all_gather"),
+    ),
+    Row(
+        "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))",
+        'fp.zero(3, "data")',
+        trains(kinds="psum psum_scatter all_gather"),
+    ),
+    Row(
+        "Accelerator(parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2))",
+        'rules = {"*up.*": P("tensor"), "*down.weight": P(None, "tensor"), "*": P()}\n'
+        'fp.chain(fp.tensor_parallel("tensor", rules), fp.zero(3, "data"))',
+        trains(Mesh(data=2, tensor=2)),
+        "On `Mesh(data=2, tensor=2)`.",
+    ),
+    Row(
+        "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))",
+        'fp.train_step(loss, adamw, mesh, plan, batch="global")',
+        same_loop,
+        "The default: every rank passes the global batch, and a step slices it.",
+    ),
+    Row(
+        "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=False))",
+        'fp.train_step(loss, adamw, mesh, plan, batch="own")',
+        same_loop,
+        "Every process passes the batch of its own loader.",
+    ),
+    Row(
+        "accelerator.join_uneven_inputs([model])",
+        "list(fp.even_batches([(x, y)], 8, mesh))",
+        lambda found: [present.tolist() for _, present in found] == [[True] * 8],
+        "The loss gets a mask of the real samples.",
+    ),
+    Row(
+        "accelerator.gather(outputs)",
+        "step.eval(lambda model, x: model(x))",
+        same_values,
+        "Results are full tensors on every rank.",
+    ),
+    Row(
+        "accelerator.gather_for_metrics(outputs)",
+        "errors = step.eval(lambda model, x, y: (model(x) - y).square().mean(1))\n"
+        "batch, present = fp.pad_batch((x[:5], y[:5]), 8)\n"
+        "errors(*batch), present",
+        one_value_per_sample,
+        "`present` selects the samples that are no padding: `errors[present]`.",
+    ),
+    Row(
+        'accelerator.reduce(loss, reduction="mean")',
+        "step(x, y)",
+        first_loss,
+        "The value is the mean over the global batch.",
+    ),
+    Row(
+        "accelerator.unwrap_model(model)",
+        "step.module()",
+        lambda module: sorted(dict(module.named_parameters())) == sorted(params),
+        "Writes the current parameters into the module, on every process.",
+    ),
+    Row(
+        'accelerator.save_state("folder")\naccelerator.load_state("folder")',
+        "saved = (*step.train.whole(step.state), step.state.step)\nstep.state = step.train.load(*saved)\nstep(x, y)",
+        first_loss,
+        "`torch.save(saved, file)` on one rank. Any mesh and plan can load it.",
+    ),
+    Row(
+        'accelerator.is_main_process\naccelerator.print("text")',
+        "fp.is_main_rank()",
+        lambda found: found is True,
+    ),
+    Row("accelerator.process_index", "fp.rank()", lambda found: found == 0),
+    Row(
+        "with init_empty_weights(): module = Model()",
+        'with torch.device("meta"): fn, _ = fp.functional(Model())\n'
+        "state = train.init(lambda: fp.functional(Model())[1])\ntrain(state, x, y)",
+        lambda found: found[0].step == 1,
+    ),
+    Row("infer_auto_device_map(module)", limit="device maps"),
+]

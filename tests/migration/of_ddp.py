@@ -1,0 +1,212 @@
+"""Rows for scripts with `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import functional_parallel as fp
+
+from .checks import DATA, close, counts, first_loss, in_precision, same_loop, trains
+from .names import adamw, loss, mesh, params, plan, x, y
+from .row import Row
+
+__all__ = ["LEFT", "ROWS"]
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch.distributed.optim uses a deprecated part of torch.jit
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+LEFT: dict[str, Any] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer,
+    "SyncBatchNorm": nn.SyncBatchNorm,
+    "DistributedSampler": torch.utils.data.DistributedSampler,
+    "Join": Join,
+    "GradScaler": torch.amp.GradScaler,
+    "autocast": torch.autocast,
+    "torch": torch,
+    "dist": torch.distributed,
+    "nn": nn,
+    "model": DistributedDataParallel,
+    "loss": torch.Tensor,
+    "optimizer": torch.optim.Optimizer,
+    "scheduler": torch.optim.lr_scheduler.LRScheduler,
+}
+
+
+def unused_is_named(_: object) -> bool:
+    """A parameter without a path to the loss: a warning, no update, no error."""
+    train = fp.train_step(loss, adamw, mesh, plan)
+    state = train.init({**params, "unused": torch.ones(2)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state, _metrics = train(state, x, y)
+    named = [one for one in caught if one.category is fp.NotTrainedWarning and "unused" in str(one.message)]
+    return len(named) == 1 and torch.equal(train.params(state)["unused"], torch.ones(2))
+
+
+def compiled_once(_: object) -> bool:
+    train = fp.train_step(loss, adamw, mesh, plan)
+    state, _ = train(train.init(params), x, y)
+    first = train.program
+    train(state, x, y)
+    return train.program is first
+
+
+def in_one_bucket(_: object) -> bool:
+    return counts(plan)["psum"] < counts(plan, bucket=None)["psum"]
+
+
+def fewer_sums(train: Any) -> bool:
+    return same_loop(train) and sum(train.program.counts().values()) < counts(plan, bucket=1)["psum"]
+
+
+def one_reduction(plan: Any) -> bool:
+    return counts(plan) == counts(fp.data_parallel("data"))
+
+
+def batch_norm_is_global(_: object) -> bool:
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fn, weights, buffers = fp.functional(network, buffers=True)
+
+    def of(weights: Any, x: torch.Tensor, buffers: Any) -> torch.Tensor:
+        return fn(weights, buffers, x)[0].square().sum(0)[0]
+
+    step = fp.compile(fp.grad(fp.data_parallel("data")(of)), DATA)
+    return close(step(weights, x, buffers), torch.func.grad(of)(weights, x, buffers))
+
+
+def buffers_are_state(found: Any) -> bool:
+    fn, weights, buffers = found
+    _, new = fn(weights, buffers, torch.ones(2, 4))
+    return sorted(new) == sorted(buffers)
+
+
+def pads(found: Any) -> bool:
+    return [present.tolist() for _, present in found] == [[True] * 8]
+
+
+ROWS = [
+    Row(
+        "DistributedDataParallel(module)",
+        "step = fp.prepare(module, optimizer, scheduler, loss=loss_of)",
+        lambda step: first_loss(step(x, y)),
+        "For a script with a module and a loop. Without `mesh=`, all processes are on the axis `data`.",
+    ),
+    Row(
+        "loss.backward()\noptimizer.step()\noptimizer.zero_grad()",
+        "value = step(x, y)",
+        first_loss,
+        "One call replaces forward, backward, clipping, update and schedule.",
+    ),
+    Row(
+        "DistributedDataParallel(module)",
+        'train = fp.train_step(loss, adamw, Mesh(data=2), fp.data_parallel("data"))\nstate = train.init(params)\n'
+        "state, metrics = train(state, x, y)",
+        lambda found: first_loss(found[1].loss),
+        "For a loss that is a function of its parameters.",
+    ),
+    Row(
+        "model.no_sync()",
+        'fp.chain(fp.data_parallel("data"), fp.accumulate(4))',
+        one_reduction,
+        "A step takes the batch of all microbatches, and reduces once.",
+    ),
+    Row(
+        "DistributedDataParallel(module, find_unused_parameters=True)",
+        "",
+        unused_is_named,
+        "A parameter without a path to the loss keeps its value. A warning names it.",
+    ),
+    Row(
+        "DistributedDataParallel(module, static_graph=True)",
+        "",
+        compiled_once,
+        "A step is traced once per signature of its arguments.",
+    ),
+    Row(
+        "DistributedDataParallel(module, gradient_as_bucket_view=True)",
+        "",
+        in_one_bucket,
+        "Buckets are packed by the compiled program.",
+    ),
+    Row(
+        "DistributedDataParallel(module, bucket_cap_mb=25)",
+        "fp.train_step(loss, adamw, mesh, plan, bucket=25 * 2**20)",
+        fewer_sums,
+        'In bytes. The default, `"auto"`, depends on the size of the gradients.',
+    ),
+    Row(
+        "DistributedDataParallel(module, broadcast_buffers=True)",
+        "fp.functional(nn.BatchNorm1d(4), buffers=True)",
+        buffers_are_state,
+        "Buffers are state that the function takes and returns. They are the same on all ranks.",
+    ),
+    Row(
+        "SyncBatchNorm.convert_sync_batchnorm(module)",
+        "",
+        batch_norm_is_global,
+        "A batch norm uses the statistics of the global batch.",
+    ),
+    Row(
+        "Join([model])",
+        "list(fp.even_batches([(x, y)], 8, mesh))",
+        pads,
+        "All ranks take equally many steps. The loss gets a mask of the real samples.",
+    ),
+    Row(
+        "DistributedSampler(data)",
+        "fp.Sampler(len(x), batch=4, mesh=mesh)",
+        lambda sampler: len(sampler.epoch(0)) == 2,
+        "The batch size is that of the global batch.",
+    ),
+    Row(
+        "nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+        "fp.train_step(loss, adamw, mesh, plan, clip=0.1)",
+        lambda train: same_loop(train, clip=0.1),
+        "`fp.prepare` takes `clip` too.",
+    ),
+    Row(
+        'autocast("cuda", dtype=torch.bfloat16)',
+        'fp.chain(fp.mixed_precision("bf16"), fp.data_parallel("data"))',
+        in_precision("bf16"),
+        "Parameters are stored in bfloat16, with float32 masters in the optimizer state.",
+    ),
+    Row(
+        "GradScaler()",
+        'fp.chain(fp.mixed_precision("fp16", loss_scale=fp.LossScale.like_torch()), plan)',
+        in_precision("f16"),
+        "A step that overflows is skipped on all ranks.",
+    ),
+    Row(
+        "ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01)",
+        'fp.zero(1, "data")',
+        trains(kinds="psum psum_scatter all_gather"),
+        "A dim of each parameter is sharded.",
+    ),
+    Row(
+        "dist.all_reduce(loss)",
+        "state, metrics = train(state, x, y)\nmetrics.loss",
+        first_loss,
+        "The loss is already the mean over the global batch, on every rank.",
+    ),
+    Row(
+        "model.eval()",
+        "step.eval(lambda model, x: model(x))",
+        lambda predict: predict(x).shape == (8, 4),
+        "Evaluates on the sharded state, with full tensors as results.",
+    ),
+    Row(
+        "model.module.state_dict()",
+        "step.module().state_dict()",
+        lambda found: sorted(found) == sorted(params),
+        "A collective: call it on all ranks.",
+    ),
+    Row("model.register_comm_hook(None, powerSGD_hook)", limit="compressed gradients"),
+]

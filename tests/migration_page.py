@@ -1,0 +1,119 @@
+"""The page for people who come from another library: tables of what they have and what they write here.
+
+`python -m tests.migration_page` writes docs/migration.md. `tests/test_migration.py` runs every row.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from .migration import of_accelerate, of_ddp, of_deepspeed, of_dtensor, of_fsdp2, of_jax, of_megatron
+from .migration.row import NAMES, Row
+
+__all__ = ["PAGE", "TABLES", "page"]
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "migration.md"
+
+TABLES: dict[str, tuple[list[Row], str]] = {
+    "DDP": (of_ddp.ROWS, "`DistributedDataParallel` and the calls of its loop."),
+    "FSDP2": (of_fsdp2.ROWS, "`fully_shard` is ZeRO stage 3."),
+    "DTensor": (
+        of_dtensor.ROWS,
+        "A spec has one entry per dim of the tensor, and names mesh axes. A list of placements has one entry per dim "
+        "of the mesh. A row with `lambda x:` is a line in the body of `fp.shard_map`, or of the model if it says so.",
+    ),
+    "DeepSpeed": (of_deepspeed.ROWS, "Keys of `ds_config.json`, and calls of the engine."),
+    "Megatron": (
+        of_megatron.ROWS,
+        "Arguments of Megatron-LM, and names of `megatron.core`. The model stays a model for one device: the rules "
+        "name its parameters.",
+    ),
+    "Accelerate": (of_accelerate.ROWS, "Methods and arguments of `Accelerator`."),
+    "JAX": (
+        of_jax.ROWS,
+        "The functions have the same meaning. Gradients come before the value, and a collective has a type. A row with "
+        "`lambda x:` is a line in the body of `fp.shard_map`, or of the model if it says so.",
+    ),
+}
+
+_INTRODUCTION = """\
+# Migration
+
+This page has a table per library: what a script has, and what it has here. Every row is a test. "Nothing
+to write" means that the library does this in any case. "Not available" links to the limits.
+
+Chunks, gradient accumulation steps and microbatches are the same thing here: `fp.accumulate(n)`, or
+`fp.pipeline("pipe", microbatches=n)`.
+
+`python -m tests.migration_page` writes this page from `tests/migration`. `tests/test_migration.py` runs the rows."""
+
+_NAMES = """\
+## Names in the tables
+
+The rows use these names. A plan is a transform, or a chain of them; its mesh has the axes that it names."""
+
+_SCRIPT = """\
+## A script before and after
+
+`examples/ddp_loop.py` trains with DDP, AdamW in two groups, a cosine schedule, clipping and accumulation.
+`examples/prepared_loop.py` is the same script with this library and ZeRO-1. The losses are the same to 1e-5
+(`tests/interop/test_prepare.py`)."""
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    titles = ["Names in the tables", *TABLES, "A script before and after"]
+    links = [f"- [{title}](#{title.lower().replace(' ', '-')})" for title in titles]
+    parts = [_INTRODUCTION, "", *links, "", _NAMES, "", f"```python\n{_names()}```"]
+    for title, (rows, lead) in TABLES.items():
+        parts += [f"\n## {title}\n", f"{_wrapped(lead)}\n", f"| {title} | here | |", "|---|---|---|"]
+        parts += [_row(each) for each in rows]
+    parts += ["", _SCRIPT, "", f"```diff\n{_diff()}```"]
+    return "\n".join(parts) + "\n"
+
+
+def _names() -> str:
+    return NAMES.read_text().partition('"""\n\n')[2].replace("  # noqa: F401", "")
+
+
+def _row(row: Row) -> str:
+    here = _code(row.right) if row.right else "not available" if row.limit else "nothing to write"
+    note = f"see [{row.limit}](what_works.md#limits)" if row.limit else row.note
+    return f"| {_code(row.left)} | {here} | {note} |"
+
+
+def _code(lines: str) -> str:
+    return "<br>".join(f"`{line}`".replace("|", "\\|") for line in lines.splitlines())
+
+
+def _wrapped(text: str, width: int = 120) -> str:
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + 1 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
+
+
+def _diff() -> str:
+    names = ("examples/ddp_loop.py", "examples/prepared_loop.py")
+    before, after = (_without_docstring((ROOT / name).read_text()) for name in names)
+    return "".join(_unblank(difflib.unified_diff(before, after, *names, n=2)))
+
+
+def _without_docstring(script: str) -> list[str]:
+    return re.sub(r'\A""".*?"""\n\n', "", script, flags=re.DOTALL).splitlines(keepends=True)
+
+
+def _unblank(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        yield line.rstrip() + "\n"  # editors strip the space of an unchanged empty line
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
