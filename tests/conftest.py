@@ -1,4 +1,4 @@
-"""Settings of the process that runs the tests, the mark `every`, runtimes, and which process runs which test."""
+"""Settings of the process that runs the tests, the mark `every`, `--device`, runtimes, and who runs which test."""
 
 from __future__ import annotations
 
@@ -8,14 +8,40 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from functional_parallel.runtime import default
 
-from . import process_settings  # noqa: F401
+from . import (
+    devices,
+    process_settings,  # noqa: F401
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where the tests that start processes have tensors"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "cuda":
+        devices.choose_cuda()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_cases(items)
+    if config.getoption("--device") == "cuda":
+        on_processes = [item for item in items if devices.starts_processes(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in on_processes])
+        items[:] = on_processes
+        for item in items:
+            item.add_marker(pytest.mark.cuda)
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+def _mark_cases(items: list[pytest.Item]) -> None:
     """Of the cases of a test that is marked `every(n)`, one in n is run always, and the others are slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:

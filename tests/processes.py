@@ -28,6 +28,7 @@ import torch.multiprocessing as multiprocessing
 import functional_parallel as fp
 
 from . import process_settings  # noqa: F401
+from .devices import backend_of_ranks, use_device
 
 __all__ = ["RankError", "connect", "outcome", "run_on_processes"]
 
@@ -39,7 +40,7 @@ class RankError(AssertionError):
 def run_on_processes(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150.0, deaths: bool = False
 ) -> list[Any]:
-    """Run `fn(rank, *args)` on `world_size` gloo processes.
+    """Run `fn(rank, *args)` on `world_size` processes: on gloo, or on CUDA as `tests.devices` says.
 
     Args:
         fn: a function at the top level of its module, so that it can be pickled.
@@ -117,6 +118,7 @@ def _worker(
 ) -> None:
     os.environ.clear()  # of the process that this one was forked from, which began before the test
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    use_device(rank)
     try:
         connect(timeout)
         payload = io.BytesIO()
@@ -136,7 +138,8 @@ def connect(timeout: float, **options: Any) -> None:
         timeout: of the group, in seconds.
         options: of `init_process_group`.
     """
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **options)
+    backend = backend_of_ranks(int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
     dist.barrier()
 
 

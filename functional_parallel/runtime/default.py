@@ -14,6 +14,7 @@ from sharding_specs import Mesh
 from .. import _torch
 from ..errors import CollectiveError
 from .interface import Runtime
+from .mpi import MPI_BACKENDS, chosen_backend
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
@@ -123,7 +124,7 @@ def _world() -> weakref.ref[dist.ProcessGroup] | None:
 
 def _is_launched() -> bool:
     under_launcher = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-    return dist.is_available() and (dist.is_initialized() or under_launcher)
+    return dist.is_available() and (dist.is_initialized() or under_launcher or chosen_backend() in MPI_BACKENDS)
 
 
 def _simulated(mesh: Mesh) -> SimulatedRuntime:

@@ -1,4 +1,4 @@
-"""Real processes hold what the group's meaning says, forward and backward, and fail loudly.
+"""Real processes hold what the group's meaning says, forward and backward, and fail loudly: on gloo and under mpirun.
 
 Starting processes is slow: they are started once per mesh, and each check reads the results it is about.
 """
@@ -18,6 +18,7 @@ from functional_parallel.collectives import reference
 from functional_parallel.errors import CollectiveError
 from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from sharding_specs import Mesh
+from tests.mpirun import run_under_mpirun
 from tests.processes import RankError, run_on_processes
 
 from .cases import CASES, Case, I, R, integers
@@ -94,8 +95,14 @@ def counted(x: Tensor) -> Tensor:
 
 def on_two_ranks(rank: int) -> dict[Any, Any]:
     mesh = Mesh(a=2)
-    x = torch.full((1000,), 1 / 3, dtype=torch.bfloat16)
     results: dict[Any, Any] = {}
+    for reduction in ("fast", "ordered"):
+        with ProcessCommunicator(mesh, reduction=reduction).bound():
+            for case in CASES:
+                results[reduction, str(case)] = case.apply(operand(case, [0, 1], rank), ("a",))
+            for dtype in DTYPES:
+                results[reduction, dtype] = collectives_of(value_of(rank).to(dtype), ("a",))
+    x = torch.full((1000,), 1 / 3, dtype=torch.bfloat16)
     with ProcessCommunicator(mesh, reduce_dtype=torch.float32).bound():
         results["wide"] = fp.psum(x if rank else x * 1000, "a")
         results["empty"] = fp.all_gather(torch.ones(0, 3), "a"), fp.psum(torch.ones(0), "a")
@@ -143,14 +150,22 @@ def on_the_wrong_number(rank: int) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def four() -> list[dict[Any, Any]]:
-    return run_on_processes(on_four_ranks, 4)
+LAUNCHERS = {"gloo": run_on_processes, "mpi4py": run_under_mpirun}
+
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi4py", marks=pytest.mark.slow)])
+def four(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    return LAUNCHERS[request.param](on_four_ranks, 4)
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[Any, Any]]:
-    return run_on_processes(on_two_ranks, 2)
+def two(launcher: str) -> list[dict[Any, Any]]:
+    return LAUNCHERS[launcher](on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("reduction, axes", list(product(["fast", "ordered"], AXES)), ids=str)
@@ -165,14 +180,28 @@ def test_every_collective(four: list[dict[Any, Any]], reduction: str, axes: tupl
 def test_every_dtype(four: list[dict[Any, Any]], dtype: torch.dtype) -> None:
     for reduction, axes in product(["fast", "ordered"], AXES):
         for ranks in Mesh(**SQUARE).groups(axes):
-            values = [value_of(rank).to(dtype) for rank in ranks]
-            summed = [counted(value) for value in values]
-            expected = [reference.psum(summed), reference.all_gather(values, 0), reference.psum_scatter(summed, 0)]
-            if not dtype.is_complex:
-                expected += [reference.pmax(values), reference.pmin(values)]
-            for position, rank in enumerate(ranks):
-                for ours, theirs in zip(four[rank][reduction, axes, dtype], expected, strict=True):
-                    assert torch.equal(ours, theirs[position]) and ours.dtype == theirs[position].dtype
+            assert_meaning([four[rank][reduction, axes, dtype] for rank in ranks], ranks, dtype)
+
+
+def assert_meaning(found: list[list[Tensor]], ranks: list[int], dtype: torch.dtype) -> None:
+    values = [value_of(rank).to(dtype) for rank in ranks]
+    summed = [counted(value) for value in values]
+    expected = [reference.psum(summed), reference.all_gather(values, 0), reference.psum_scatter(summed, 0)]
+    if not dtype.is_complex:
+        expected += [reference.pmax(values), reference.pmin(values)]
+    for position, results in enumerate(found):
+        for ours, theirs in zip(results, expected, strict=True):
+            assert torch.equal(ours, theirs[position]) and ours.dtype == theirs[position].dtype
+
+
+def test_every_collective_and_dtype_on_two_ranks(two: list[dict[Any, Any]]) -> None:
+    for reduction in ("fast", "ordered"):
+        for case in CASES:
+            expected = case.reference([operand(case, [0, 1], rank) for rank in (0, 1)])
+            for result, value in zip(two, expected, strict=True):
+                assert torch.equal(result[reduction, str(case)], value), case
+        for dtype in DTYPES:
+            assert_meaning([result[reduction, dtype] for result in two], [0, 1], dtype)
 
 
 def test_ordered_sums_add_in_rank_order_to_the_bit(four: list[dict[Any, Any]]) -> None:
@@ -219,10 +248,13 @@ def test_a_zero_cotangent_still_takes_part(two: list[dict[Any, Any]]) -> None:
     assert [result["ignored"].tolist() for result in two] == [[2.0, 2.0], [2.0, 2.0]]
 
 
-def test_a_rank_left_alone_says_so(two: list[dict[Any, Any]]) -> None:
+def test_a_rank_left_alone_says_so(two: list[dict[Any, Any]], launcher: str) -> None:
     message = two[0]["alone"]
     assert "rank 0 (a=0): psum_scatter over ('a',) of float32[4, 3] failed" in message
-    assert "rank 1 (a=1) failed. torch says: " in message and "timeout" not in message
+    if launcher == "gloo":
+        assert "rank 1 (a=1) failed. torch says: " in message and "timeout" not in message
+    else:  # no connection of MPI is closed, but the watch knows that rank 1 has ended
+        assert "rank 1 (a=1)" in message and "torch says: timed out after 1.0 s" in message
 
 
 def test_the_mesh_must_fit_the_processes() -> None:

@@ -182,18 +182,29 @@ class TaggedMessages:
     def _started(self, operation: Callable[..., dist.Work | None], x: Tensor, seat: int, end: str) -> Waitable:
         if x.numel() == 0:
             return COMPLETED
-        work = operation(x, group=self._handle.group, tag=self._tag, **{end: seat})
+        is_staged = x.device.type != "cpu" and str(dist.get_backend(self._handle.group)) == "gloo"
+        carried = x.cpu() if is_staged else x  # gloo's messages lie in main memory
+        work = operation(carried, group=self._handle.group, tag=self._tag, **{end: seat})
         assert work is not None  # this rank is in the group
-        return _UnderWay(work, self._handle, seat, "to" if end == "group_dst" else "from")
+        staged = (x, carried) if is_staged else None
+        return _UnderWay(work, self._handle, seat, "to" if end == "group_dst" else "from", staged)
 
 
 class _UnderWay:
     """A message to or from another rank. Its error names the rank; torch's names an address."""
 
-    __slots__ = ("_direction", "_handle", "_seat", "_work")
+    __slots__ = ("_direction", "_handle", "_seat", "_staged", "_work")
 
-    def __init__(self, work: dist.Work, handle: ProcessGroupRef, seat: int, direction: str) -> None:
+    def __init__(
+        self,
+        work: dist.Work,
+        handle: ProcessGroupRef,
+        seat: int,
+        direction: str,
+        staged: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         self._work, self._handle, self._seat, self._direction = work, handle, seat, direction
+        self._staged = staged
 
     def wait(self) -> None:
         try:
@@ -201,6 +212,9 @@ class _UnderWay:
         except RuntimeError as error:
             rank = dist.get_global_rank(self._handle.group, self._seat)
             raise RuntimeError(f"a message {self._direction} rank {rank} did not arrive: {error}") from error
+        if self._staged is not None and self._direction == "from":
+            into, carried = self._staged
+            into.copy_(carried)
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())

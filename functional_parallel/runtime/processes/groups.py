@@ -59,7 +59,7 @@ class AxisGroup:
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(self.handle))
         self.roll_call: CallCheck | None = None
-        if self.backend == "gloo":
+        if self.backend in ("gloo", "mpi4py"):
             self.roll_call = CallCheck(RankGroup(self.rank, len(ranks)), self.messages(ROLL_CALL), waits)
 
     @property

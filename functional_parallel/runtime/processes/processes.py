@@ -31,6 +31,7 @@ from ...rules import REPLICATED, Shard, convert
 from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names, waiting
 from ..execution import Log, Origin
 from ..interface import Runtime
+from ..mpi import MPI_BACKENDS, chosen_backend, start_mpi
 from ..watch import Watch, environment_store, recorded, watch_processes
 from .control_group import ControlGroup
 from .process_communicator import ProcessCommunicator
@@ -77,7 +78,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
             raise
         except RuntimeError as error:
             raise wait.failure(None, error) from error
-        self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
+        self.device = _device_of_ranks()
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
         return self._meeting.agree(doing, otherwise, number)
@@ -334,7 +335,9 @@ def _initialise(timeout: float, mesh: Mesh) -> None:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    backend = chosen_backend() or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
+    if backend in MPI_BACKENDS:
+        backend = start_mpi(backend)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mesh = mesh if mesh.size == size else Mesh(process=size)
     wait, name = NamedWait(mesh, rank, range(size), "init_process_group"), partial(rank_name, mesh)
@@ -344,6 +347,8 @@ def _initialise(timeout: float, mesh: Mesh) -> None:
         with waiting(wait), recorded():
             store = dist.PrefixStore("default_pg", store)
             options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
+            if backend == "mpi":  # torch's own knows its ranks
+                options = {}
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
     except CollectiveError:
         raise
@@ -411,5 +416,10 @@ def _let_go_at_exit(world: weakref.ref[Any], process: int) -> None:
         dist.destroy_process_group()
 
 
-def _uses_nccl() -> bool:
-    return str(dist.get_backend()) == "nccl"
+def _device_of_ranks() -> torch.device:
+    """Return the device of this rank's tensors: CUDA with nccl, and with gloo if it is torch's default device."""
+    backend = str(dist.get_backend())
+    default = torch.get_default_device()
+    if backend == "nccl" or (backend == "gloo" and default.type == "cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

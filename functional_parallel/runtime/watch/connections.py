@@ -12,6 +12,10 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import torch.distributed as dist
+
+from ..mpi import MPI_BACKENDS
+
 __all__ = ["recorded", "shut_down"]
 
 _FILES = "/proc/self/fd"
@@ -20,12 +24,13 @@ _made: dict[int, int] = {}  # descriptor → inode: another file may get the num
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Record the sockets that gloo opens for a group in a `with` block."""
+    """Record the sockets that gloo opens for a group in a `with` block. MPI's are left alone: it would abort."""
     before = _sockets()
     try:
         yield
     finally:
-        _made.update(_sockets().items() - before.items())
+        if not (dist.is_initialized() and str(dist.get_backend()) in MPI_BACKENDS):
+            _made.update(_sockets().items() - before.items())
 
 
 def shut_down() -> int:

@@ -1,0 +1,61 @@
+"""Start of the processes of mpirun: what other launchers write into the environment, MPI knows."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch.distributed as dist
+
+from .choice import BACKEND_VARIABLE
+
+__all__ = ["start_mpi"]
+
+
+def start_mpi(name: str) -> str:
+    """Set the variables of a launcher from MPI's. All processes must call this.
+
+    Args:
+        name: "mpi" or "mpi4py". "mpi" means torch's own backend if this build of torch has it, else mpi4py.
+
+    Returns:
+        The name of the backend for `init_process_group`.
+
+    Raises:
+        ModuleNotFoundError: if mpi4py is not installed.
+        ValueError: if the environment has another rank or another number of processes.
+    """
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{BACKEND_VARIABLE}={name!r} needs mpi4py: pip install mpi4py, or functional-parallel[mpi] with an MPI"
+        ) from error
+    from .process_group import create
+
+    world = MPI.COMM_WORLD
+    here = world.Split_type(MPI.COMM_TYPE_SHARED)
+    place = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": here.rank}
+    address = world.bcast(_address(here.size == world.size) if world.rank == 0 else None)
+    here.Free()
+    for variable, number in place.items():
+        if int(os.environ.setdefault(variable, str(number))) != number and variable != "LOCAL_RANK":
+            raise ValueError(
+                f"{variable}={os.environ[variable]}, but MPI has {number} ({BACKEND_VARIABLE}={name!r}): remove "
+                f"{variable} from the environment"
+            )
+    os.environ.update(address)
+    if name == "mpi" and dist.is_mpi_available():
+        return "mpi"
+    if "MPI4PY" not in dir(dist.Backend):
+        dist.Backend.register_backend("mpi4py", create, extended_api=True, devices="cpu")
+    return "mpi4py"
+
+
+def _address(is_on_one_host: bool) -> dict[str, str]:
+    """Return the address of the store that rank 0 will serve, in the variables of a launcher."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    host = "127.0.0.1" if is_on_one_host else socket.gethostname()
+    return {name: os.environ.get(name, value) for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", str(port)))}
