@@ -37,7 +37,7 @@ ALLOWED = {
 }
 
 
-def run_under_mpirun(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150.0) -> list[Any]:
+def run_under_mpirun(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Run `fn(rank, *args)` on `world_size` processes. Skip the test without mpi4py or mpirun.
 
     Args:
@@ -61,7 +61,7 @@ def run_under_mpirun(fn: Callable[..., Any], world_size: int, *args: Any, timeou
 
 
 def mpirun(
-    ranks: int, *command: str, timeout: float = 150.0, backend: str = "mpi4py"
+    ranks: int, *command: str, timeout: float = 300.0, backend: str = "mpi4py"
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with some arguments on `ranks` processes. Skip the test without mpi4py or mpirun."""
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -30,7 +30,7 @@ _DATATYPES = {
 }
 _REDUCTIONS = {dist.ReduceOp.SUM: MPI.SUM, dist.ReduceOp.MAX: MPI.MAX, dist.ReduceOp.MIN: MPI.MIN}
 _LARGEST_TAG = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-_SPINS = 200  # tests of a request before the process sleeps between two of them
+_SPINS = 50  # tests of a request before the process sleeps between two of them
 _PAUSE = 50e-6
 
 _abandoned: list[_Work] = []  # failed waits: MPI may still write into their memory
@@ -131,7 +131,8 @@ class _Work(dist.Work):
                 _abandoned.append(self)
                 raise RuntimeError("ended by the watch" if CURRENT.lost is not None else f"timed out after {seconds} s")
             spins += 1
-            time.sleep(0 if spins < _SPINS else _PAUSE)
+            if spins > _SPINS:
+                time.sleep(_PAUSE)
         if self._finish is not None:
             self._finish()
             self._finish = None

@@ -1,4 +1,4 @@
-"""Collectives between real processes, over torch.distributed with nccl, gloo or mpi.
+"""Collectives between real processes, over torch.distributed with nccl, gloo, mpi or mpi4py.
 
 On gloo, sums, gathers and exchanges use the algorithms in `algorithms`, which are faster than gloo's own. On other
 backends they use the backend's. A reduce-scatter is an exchange of chunks and a sum in rank order. It has the same
