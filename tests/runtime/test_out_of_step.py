@@ -113,6 +113,22 @@ def test_a_compiled_function_that_one_rank_calls(pipelined: bool) -> None:
     assert waiting[0] in ("CollectiveError", "CallMismatchError") and f"rank 1 ({axis}=1)" in waiting[1], waiting
 
 
+def on_a_new_function(rank: int) -> tuple[str, str, float]:
+    run = Training(Mesh(data=2), fp.zero(3, "data"))
+    new = fp.compile(fp.zero(3, "data")(loss), Mesh(data=2))
+    return outcome(lambda: (new if rank else run.evaluate)(run.params, X))
+
+
+def test_a_function_that_one_rank_calls_first() -> None:
+    """Both ranks meet all others, one to compare inputs and the other to compare programs."""
+    for rank, found in enumerate(run_on_processes(on_a_new_function, 2)):
+        _check_told(
+            found,
+            f"rank {rank} (data={rank}): the ranks are about to do different things: ",
+            "rank 0 (data=0) meets the others to compare inputs; rank 1 (data=1) meets the others to compare programs.",
+        )
+
+
 def test_parameters_of_a_pipeline_that_one_rank_reads() -> None:
     waiting, told = run_on_processes(on_a_pipeline, 2)
     _check_told(told, "rank 1 (pipe=1) runs train_step", "rank 0 (pipe=0) reads a value")

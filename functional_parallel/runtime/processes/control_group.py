@@ -74,15 +74,14 @@ class ControlGroup:
             dist.all_reduce(found, dist.ReduceOp.MAX, self._handle.group)
         highest, negated_lowest, largest = found.tolist()
         if highest != -negated_lowest:
-            self._refuse(doing, otherwise)
+            self._refuse(self._exchange(doing, "to say what it does"), otherwise)
         return int(largest)
 
-    def _refuse(self, doing: str, otherwise: str) -> None:
-        plans = self._exchange(doing, "to say what it does")
+    def _refuse(self, plans: list[str], otherwise: str = "") -> None:
         names = {plan: rank_name(self._mesh, plans.index(plan)) for plan in dict.fromkeys(plans)}
         told = "; ".join(f"{name} {plan}" for plan, name in names.items())
         me = rank_name(self._mesh, self.rank)
-        raise CallMismatchError(f"{me}: the ranks are about to do different things: {told}. {otherwise}")
+        raise CallMismatchError(f"{me}: the ranks are about to do different things: {told}. {otherwise}".rstrip())
 
     def exchange(self, value: Value, purpose: str) -> list[Value]:
         """Exchange one object per rank, of any type that can be pickled.
@@ -95,10 +94,13 @@ class ControlGroup:
 
     def _exchange(self, value: Value, purpose: str) -> list[Value]:
         self._comes(f"meets the others {purpose}")
-        values: list[Any] = [None] * self.size
+        found: list[Any] = [None] * self.size
         with self._waits(f"an exchange with all ranks {purpose}"):
-            dist.all_gather_object(values, value, self._handle.group)
-        return values
+            dist.all_gather_object(found, (purpose, value), self._handle.group)
+        purposes, values = zip(*found, strict=True)
+        if len(set(purposes)) > 1:
+            self._refuse([f"meets the others {each}" for each in purposes])
+        return list(values)
 
     @contextmanager
     def _waits(self, what: str, otherwise: str = "") -> Iterator[None]:
