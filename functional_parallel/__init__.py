@@ -39,6 +39,7 @@ from .errors import (
     CollectiveError,
     CollectiveTypeError,
     DonatedStateError,
+    LaunchError,
     LayoutError,
     LossScaleError,
     NonFiniteError,
@@ -60,7 +61,7 @@ from .partition import partition
 from .planning import PipelineChoice, PipelineChoices, activation_bytes, estimate, layer_costs, search_pipeline
 from .program import Hardware, Line, Price, Program
 from .rules import register_rule
-from .runtime import is_main_rank, rank
+from .runtime import is_main_rank, launch, rank
 from .training import Metrics, TrainState, train_step
 from .transforms import (
     LossScale,
@@ -91,6 +92,7 @@ __all__ = [
     "Compiled",
     "DonatedStateError",
     "Hardware",
+    "LaunchError",
     "LayoutError",
     "Line",
     "LossScale",
@@ -139,6 +141,7 @@ __all__ = [
     "hessian",
     "is_main_rank",
     "jvp",
+    "launch",
     "layer_costs",
     "local_sgd",
     "mixed_precision",

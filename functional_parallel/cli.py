@@ -31,16 +31,16 @@ import torch.distributed as dist
 from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 from sharding_specs.pytree import SpecTree, Tree
 
-from .errors import OrderError, PipelineError, ScheduleError
+from .errors import LaunchError, OrderError, PipelineError, ScheduleError
 from .planning import CONVENTIONS, estimate
 from .program import HARDWARE, Program, readable_bytes
+from .runtime import launch_of_environment
 from .schedules import command
 from .transforms import chain, matched, pipeline, tensor_parallel, zero
 
 __all__ = ["main"]
 
 _TARGETS = (__doc__ or "\n\n").split("\n\n", 1)[1]  # python -OO removes docstrings
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,14 +146,17 @@ def _backends() -> str:
 
 
 def _launcher() -> str:
-    given = {name: os.environ[name] for name in _LAUNCHER if name in os.environ}
-    if "RANK" not in given:
-        return "none: ranks are simulated in one process (start with torchrun for real ones)"
-    return " ".join(f"{name}={value}" for name, value in given.items())
+    try:
+        launch = launch_of_environment()
+    except LaunchError as error:
+        return f"refused: {error}"
+    if launch is None:
+        return "none: ranks are simulated in one process (start with torchrun or fp.launch for real ones)"
+    return f"{launch}" if launch.address else f"{launch}; ranks are simulated, since MASTER_ADDR is not set"
 
 
 def _extras() -> str:
-    names = ("tqdm", "matplotlib", "hypothesis")
+    names = ("tqdm", "matplotlib", "hypothesis", "cloudpickle")
     return ", ".join(f"{name} {'yes' if importlib.util.find_spec(name) else 'no'}" for name in names)
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "FalseRuleError",
     "ForeignCollectiveError",
     "InputMismatchError",
+    "LaunchError",
     "LayoutError",
     "LossScaleError",
     "MemoryLayoutError",
@@ -184,6 +185,10 @@ class ProgramMismatchError(Error, RuntimeError):
 
 class InputMismatchError(Error, ValueError):
     """Raised if ranks got different full tensors. It names the inputs."""
+
+
+class LaunchError(Error, RuntimeError):
+    """Raised if launchers contradict each other, or if a rank of `fp.launch` failed; its cause is the rank's error."""
 
 
 class BackendError(Error, RuntimeError):

@@ -5,6 +5,8 @@ from .default import default_runtime, is_main_rank, rank, use_runtime, world_siz
 from .execution import Origin, check_backend
 from .handles import PipelineValue, copy_if_aliased, runtime_kind_of, storages
 from .interface import Executor, Runtime
+from .launch import launch
+from .launchers import launch_of_environment
 from .of_function import refuse_asynchronous, runtime_of
 from .pipelined import PipelineRuntime
 from .processes import ProcessRuntime
@@ -26,6 +28,8 @@ __all__ = [
     "host_identity",
     "is_main_rank",
     "keep_alive",
+    "launch",
+    "launch_of_environment",
     "note_step",
     "own_addresses",
     "rank",

@@ -14,23 +14,16 @@ from sharding_specs import Mesh
 from .. import _torch
 from ..errors import CollectiveError
 from .interface import Runtime
+from .launchers import launch_of_environment, seeming_launch
 from .mpi import MPI_BACKENDS, chosen_backend
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
-__all__ = ["default_runtime", "is_main_rank", "rank", "use_runtime", "world_size"]
+__all__ = ["default_runtime", "forget_runtimes", "is_main_rank", "rank", "use_runtime", "world_size"]
 
 # A runtime, and the process group of all ranks when it was created, as returned by `_world`.
 _chosen: dict[Mesh, tuple[Runtime[Any, Any], weakref.ref[dist.ProcessGroup] | None]] = {}
 _made: dict[tuple[Mesh, str], tuple[Runtime[Any, Any], weakref.ref[dist.ProcessGroup] | None]] = {}
-
-# Variables that hold the number of processes, with their launcher: of torchrun and of other launchers.
-_LAUNCHERS = {
-    "WORLD_SIZE": "a launcher",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
 
 
 def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
@@ -46,6 +39,7 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
 
     Raises:
         CollectiveError: if `destroy_process_group` was called after the mesh was used.
+        LaunchError: if the variables of two launchers contradict each other, and there is no process group.
     """
     if mesh in _chosen:
         runtime, world = _chosen[mesh]
@@ -59,7 +53,7 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
     if world is not None and _world() is None:
         raise _let_go(mesh, "torch.distributed.init_process_group")
     with _torch.disable_functorch():  # the first call of a program may be inside a transform
-        runtime = ProcessRuntime(mesh, reduction=reduction) if _is_launched() else _simulated(mesh)
+        runtime = ProcessRuntime(mesh, reduction=reduction) if _has_processes() else _simulated(mesh)
     _made[mesh, reduction] = (runtime, _world())
     return runtime
 
@@ -87,14 +81,18 @@ def rank() -> int:
         The rank in torch.distributed's group of all processes. Before that group exists, the number that the launcher
         assigned. 0 in a simulated run, where one process computes every rank of the mesh.
     """
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if _has_group():
+        return dist.get_rank()
+    launch = launch_of_environment()
+    return int(os.environ.get("RANK", "0")) if launch is None else launch.rank
 
 
 def world_size() -> int:
     """Return the number of processes: that of torch.distributed's group, or else the number that a launcher started."""
-    return (
-        dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    )
+    if _has_group():
+        return dist.get_world_size()
+    launch = launch_of_environment()
+    return int(os.environ.get("WORLD_SIZE", "1")) if launch is None else launch.size
 
 
 def is_main_rank() -> bool:
@@ -104,6 +102,12 @@ def is_main_rank() -> bool:
     True
     """
     return rank() == 0
+
+
+def forget_runtimes() -> None:
+    """Forget the runtimes of all meshes, in a process that was forked to be a rank."""
+    _chosen.clear()
+    _made.clear()
 
 
 def _let_go(mesh: Mesh, once_more: str) -> CollectiveError:
@@ -118,25 +122,32 @@ def _world() -> weakref.ref[dist.ProcessGroup] | None:
 
     A strong reference would keep gloo's threads alive; see `runtime.calls.handle`.
     """
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    world = dist.group.WORLD if _has_group() else None
     return None if world is None else weakref.ref(world)
 
 
-def _is_launched() -> bool:
-    under_launcher = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-    return dist.is_available() and (dist.is_initialized() or under_launcher or chosen_backend() in MPI_BACKENDS)
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _has_processes() -> bool:
+    """Whether this process has peers: in a process group, or by a launcher that says where rank 0 is."""
+    if not dist.is_available() or dist.is_initialized():
+        return dist.is_available()
+    if chosen_backend() in MPI_BACKENDS:
+        return True
+    launch = launch_of_environment()
+    return launch is not None and launch.address != ""
 
 
 def _simulated(mesh: Mesh) -> SimulatedRuntime:
     """Return a simulated runtime. Warn if a launcher seems to have started several processes."""
-    sizes = {name: os.environ[name] for name in _LAUNCHERS if os.environ.get(name, "1") not in ("", "1")}
-    if "RANK" not in os.environ:
-        sizes.pop("WORLD_SIZE", None)  # does not prove a launcher without RANK
-    if mesh.size > 1 and sizes:
-        name, size = next(iter(sizes.items()))
+    seeming = seeming_launch()
+    if mesh.size > 1 and seeming is not None:
+        by, name, size = seeming
         missing = [each for each in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if each not in os.environ]
         warnings.warn(
-            f"this looks like one of {size} processes that {_LAUNCHERS[name]} started ({name}={size}), yet it "
+            f"this looks like one of {size} processes that {by} started ({name}={size}), yet it "
             f"simulates all {mesh.size} ranks of {mesh!r} by itself, and so will the others: the environment lacks "
             f"{', '.join(missing)}, and nobody has called torch.distributed.init_process_group. Start with torchrun, "
             "or do either before the mesh is first used",

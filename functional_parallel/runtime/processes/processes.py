@@ -24,15 +24,16 @@ from sharding_specs import Mesh, P, shard_leaf, whole_shape
 from ... import _torch
 from ...checker import run_typed
 from ...collectives import DimSplit, apply_primitive
-from ...errors import CollectiveError, InputMismatchError, ProgramMismatchError
+from ...errors import CollectiveError, InputMismatchError, LaunchError, ProgramMismatchError
 from ...ir import checksum, first_difference, hollow, sample_hash
 from ...program import Program
 from ...rules import REPLICATED, Shard, convert
 from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names, waiting
 from ..execution import Log, Origin
 from ..interface import Runtime
+from ..launchers import launch_of_environment
 from ..mpi import MPI_BACKENDS, chosen_backend, start_mpi
-from ..watch import Watch, environment_store, recorded, watch_processes
+from ..watch import Watch, launched_store, recorded, watch_processes
 from .control_group import ControlGroup
 from .process_communicator import ProcessCommunicator
 from .rank_program import RankProgram
@@ -333,16 +334,22 @@ def _initialise(timeout: float, mesh: Mesh) -> None:
         _require_as_many(mesh)
         _watch_once(_torch.store_of_all_ranks(), dist.get_rank(), dist.get_world_size(), mesh)
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     backend = chosen_backend() or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
     if backend in MPI_BACKENDS:
         backend = start_mpi(backend)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    launch = launch_of_environment()
+    if launch is None or not launch.address:
+        raise LaunchError(
+            "there is no process group, and no launcher has set RANK, WORLD_SIZE and MASTER_ADDR: start with torchrun, "
+            "or call torch.distributed.init_process_group"
+        )
+    rank, size = launch.rank, launch.size
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     mesh = mesh if mesh.size == size else Mesh(process=size)
     wait, name = NamedWait(mesh, rank, range(size), "init_process_group"), partial(rank_name, mesh)
     try:
-        store = environment_store(rank, size, timeout, name)
+        store = launched_store(launch, timeout, name)
         watch = watch_processes(store, rank, size, name) if size > 1 else None
         with waiting(wait), recorded():
             store = dist.PrefixStore("default_pg", store)
@@ -356,12 +363,10 @@ def _initialise(timeout: float, mesh: Mesh) -> None:
         if CURRENT.gone or CURRENT.lost:
             raise wait.failure(None, error) from error
         variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
-        environ = {
-            name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", variable)
-        }
+        told = launch.variables | {variable: str(os.environ.get(variable))}
         raise CollectiveError(
-            f"rank {environ['RANK']} on {socket.gethostname()}: the processes did not find each other, with "
-            f"{', '.join(f'{name}={value}' for name, value in environ.items())}. Start all {environ['WORLD_SIZE']}; on "
+            f"rank {rank} on {socket.gethostname()}: the processes did not find each other, with "
+            f"{', '.join(f'{name}={value}' for name, value in told.items())}. Start all {size}; on "
             f"several hosts set {variable} on each to the network interface by which the others reach it, as eth0: the "
             f"host's name alone may lead to 127.0.0.1. torch says: {error}"
         ) from error

@@ -6,14 +6,14 @@ seconds sends its position; rank 0 compares the positions. The thread does not s
 
 from .connections import recorded
 from .lines import keep_alive
-from .start import START_VARIABLE, environment_store, own_addresses, start_seconds, watch_processes
+from .start import START_VARIABLE, launched_store, own_addresses, start_seconds, watch_processes
 from .watch import Watch
 
 __all__ = [
     "START_VARIABLE",
     "Watch",
-    "environment_store",
     "keep_alive",
+    "launched_store",
     "own_addresses",
     "recorded",
     "start_seconds",

@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from ...errors import CollectiveError
 from ..calls import CURRENT, brief
+from ..launchers import Launch
 from ..shared_memory import host_identity
 from .watch import Endpoint, Name, Watch, missing_text, report_missing
 
-__all__ = ["START_VARIABLE", "environment_store", "own_addresses", "start_seconds", "watch_processes"]
+__all__ = ["START_VARIABLE", "launched_store", "own_addresses", "start_seconds", "watch_processes"]
 
 START_VARIABLE = "FUNCTIONAL_PARALLEL_START_TIMEOUT"
 _SECONDS = 600.0
@@ -54,12 +55,11 @@ def start_seconds() -> float:
     raise ValueError(f"{START_VARIABLE}={text!r}: write a positive number of seconds, 120")
 
 
-def environment_store(rank: int, size: int, timeout: float, name: Name = str) -> dist.Store:
-    """Return the store that a launcher's environment names, like `init_process_group`.
+def launched_store(launch: Launch, timeout: float, name: Name = str) -> dist.Store:
+    """Return the store that a launcher's variables name, like `init_process_group`.
 
     Args:
-        rank: this rank; rank 0 serves the store, unless torchrun does.
-        size: the number of ranks.
+        launch: the launcher's variables; rank 0 serves the store, unless torchrun does.
         timeout: timeout of the store's later operations, in seconds.
         name: returns a rank's name in messages.
 
@@ -67,9 +67,9 @@ def environment_store(rank: int, size: int, timeout: float, name: Name = str) ->
         CollectiveError: if nothing serves the store before the deadline.
         RuntimeError: if torch cannot create it.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port, size = launch.address, launch.port, launch.size
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = rank == 0 and not by_agent
+    serves = launch.rank == 0 and not by_agent
     options: dict[str, Any] = {} if by_agent else {"multi_tenant": True}
     libuv = os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
     where = "" if by_agent else f"it serves the store at {host}:{port}"
