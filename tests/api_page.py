@@ -75,6 +75,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "PreparedStep",
         "TrainState",
         "Metrics",
+        "launch",
         "rank",
         "is_main_rank",
     ),

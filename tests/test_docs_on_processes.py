@@ -32,6 +32,10 @@ ONLY_SIMULATED = {
             ">>> {rank: node.weights[0] for rank, node in state.nodes.items()}  # the turn of each rank's weights",
         )
     },
+    (
+        "docs/launching.md",
+        ">>> import torch, functional_parallel as fp",
+    ): "launches ranks, which a rank cannot do",
 }
 
 
