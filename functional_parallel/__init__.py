@@ -6,7 +6,7 @@ program that shows all its collectives.
 
 from sharding_specs import keep_as_leaves as _keep_as_leaves
 
-from . import asynchronous, errors, optim, random, schedules, testing
+from . import asynchronous, errors, interop, optim, random, schedules, testing
 from .collectives import (
     all_gather,
     all_to_all,
@@ -55,7 +55,7 @@ from .errors import (
 )
 from .functions import functional, grad, grad_and_value, hessian, jvp, vmap
 from .interop import PreparedStep, deepspeed, prepare
-from .ops import constrain
+from .ops import constrain, outputs
 from .ops import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
 from .partition import partition
 from .planning import PipelineChoice, PipelineChoices, activation_bytes, estimate, layer_costs, search_pipeline
@@ -139,6 +139,7 @@ __all__ = [
     "grad",
     "grad_and_value",
     "hessian",
+    "interop",
     "is_main_rank",
     "jvp",
     "launch",
@@ -146,6 +147,7 @@ __all__ = [
     "local_sgd",
     "mixed_precision",
     "optim",
+    "outputs",
     "pad_batch",
     "partition",
     "pbroadcast",

@@ -191,6 +191,8 @@ def reshard(
 def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = False) -> torch.Tensor:
     """Return one rank's shard of a full tensor. For partial sums, rank 0 of a group gets the value, the others zeros.
 
+    A rank that is not the owner gets a tensor on the meta device, which has the shape and no memory.
+
     >>> shard_leaf(torch.arange(4), P("data"), Mesh(data=2), rank=1)
     tensor([2, 3])
 
@@ -206,6 +208,8 @@ def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = F
     if pad or spec.padded:
         x = _padded(x, padded_shape(x.shape, spec, mesh))
     coordinates = mesh.coordinates(rank)
+    if any(coordinates[axis] != owner for axis, owner in spec.owner.items()):
+        x = x.to("meta")
     for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: -placement.outer):
         size = mesh.axis_size(axis)
         if outer == 1:
@@ -234,6 +238,8 @@ def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Te
     """
     require_dims(parts[0], spec)
     values = dict(enumerate(parts))
+    if spec.owner:
+        values = {rank: parts[mesh.rank({**mesh.coordinates(rank), **spec.owner})] for rank in mesh.ranks}
     for axis in sorted(spec.unreduced):
         for group in mesh.groups(axis):
             total = values[group[0]]
@@ -276,7 +282,7 @@ def _is_shape(x: Tree) -> bool:
 
 
 def _differing(path: str, parts: list[torch.Tensor], spec: P, mesh: Mesh) -> list[str]:
-    split = spec.axes | spec.unreduced
+    split = spec.axes | spec.unreduced | spec.owner.keys()
     copies = [name for name in mesh.axis_names if name not in split]
     lines = []
     for group in mesh.groups(copies) if copies else []:

@@ -27,7 +27,7 @@ class MemoryRow(NamedTuple):
 
 
 def memory_table(tree: Tree, specs: SpecTree, mesh: Mesh) -> list[MemoryRow]:
-    """Return the size of a rank's shard of every leaf. Uneven dims count as padded.
+    """Return the size of a rank's shard of every leaf. Uneven dims count as padded, and a leaf of one rank as there.
 
     >>> import torch
     >>> from sharding_specs import P

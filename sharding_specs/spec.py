@@ -44,6 +44,7 @@ class P:
             unsharded. A tensor must have at least the number of listed dims, None included.
         unreduced: axes with partial sums on their ranks.
         reduced: axes with an equal value on their ranks, where its gradient is wanted as partial sums.
+        owner: axes along which one rank holds the tensor, with the index of that rank. The other ranks hold nothing.
         padded: size of each sharded dim that its axes may not divide. The shards are padded with zeros. For storage
             layouts, for example `P("data", padded={0: 5})`.
 
@@ -51,21 +52,23 @@ class P:
         SpecError: when an axis is used twice, or a padded dim is not sharded.
     """
 
-    __slots__ = ("_dims", "named", "padded", "reduced", "unreduced")
+    __slots__ = ("_dims", "named", "owner", "padded", "reduced", "unreduced")
 
     def __init__(
         self,
         *dims: Dim,
         unreduced: Iterable[str] = (),
         reduced: Iterable[str] = (),
+        owner: Mapping[str, int] | None = None,
         padded: Mapping[int, int] | None = None,
     ) -> None:
         self._dims = _trimmed(tuple(_factors(dim) for dim in dims))
         self.named = len(dims)  # a tensor must have at least this number of dims; trailing dims may be unsharded
         self.unreduced = frozenset((unreduced,) if isinstance(unreduced, str) else unreduced)
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
+        self.owner = dict(sorted((owner or {}).items()))
         self.padded = dict(sorted((padded or {}).items()))
-        used = [*self._axes(), *self.unreduced, *self.reduced]
+        used = [*self._axes(), *self.unreduced, *self.reduced, *self.owner]
         twice = sorted({axis for axis in used if used.count(axis) > 1})
         if twice:
             raise SpecError(f"{self!r} uses the axis {twice[0]!r} twice; an axis splits at most one dim")
@@ -101,6 +104,7 @@ class P:
         mesh: Mesh,
         unreduced: Iterable[str] = (),
         reduced: Iterable[str] = (),
+        owner: Mapping[str, int] | None = None,
         padded: Mapping[int, int] | None = None,
     ) -> P:
         """Return the spec with these placements on a mesh.
@@ -120,7 +124,7 @@ class P:
                 dims[dim].append(gap)
             dims[dim].append(axis)
             reached[dim] = outer * mesh.axis_size(axis)
-        return cls(*map(tuple, dims), unreduced=unreduced, reduced=reduced, padded=padded)
+        return cls(*map(tuple, dims), unreduced=unreduced, reduced=reduced, owner=owner, padded=padded)
 
     # --- reading ---
 
@@ -137,6 +141,11 @@ class P:
     def axes(self) -> frozenset[str]:
         """Axes that split a dim."""
         return frozenset(self._axes())
+
+    @property
+    def named_axes(self) -> frozenset[str]:
+        """All axes that the spec names: those that split a dim, and those of partial sums, gradients and owners."""
+        return self.axes | self.unreduced | self.reduced | self.owner.keys()
 
     def _axes(self) -> list[str]:
         return [factor for dim in self._dims for factor in dim if isinstance(factor, str)]
@@ -166,6 +175,7 @@ class P:
         *,
         unreduced: Iterable[str] | None = None,
         reduced: Iterable[str] | None = None,
+        owner: Mapping[str, int] | None = None,
         padded: Mapping[int, int] | None = None,
     ) -> P:
         """Return the spec with some fields replaced. They have the forms of the arguments of `P`.
@@ -177,6 +187,7 @@ class P:
             *(self._dims if dims is None else dims),
             unreduced=self.unreduced if unreduced is None else unreduced,
             reduced=self.reduced if reduced is None else reduced,
+            owner=self.owner if owner is None else owner,
             padded=self.padded if padded is None else padded,
         )
 
@@ -185,7 +196,10 @@ class P:
         keep = set(axes)
         dims = [tuple(f for f in dim if isinstance(f, int) or f in keep) for dim in self._dims]
         padded = {dim: size for dim, size in self.padded.items() if any(isinstance(f, str) for f in dims[dim])}
-        return self.replace(dims, unreduced=self.unreduced & keep, reduced=self.reduced & keep, padded=padded)
+        owner = {axis: rank for axis, rank in self.owner.items() if axis in keep}
+        return self.replace(
+            dims, unreduced=self.unreduced & keep, reduced=self.reduced & keep, owner=owner, padded=padded
+        )
 
     def fitted(self, shape: Sequence[int], mesh: Mesh) -> P:
         """Return the spec with padding for every dim that its axes do not divide.
@@ -210,11 +224,11 @@ class P:
         blocks = {placement.dim: placement.outer * mesh.axis_size(placement.axis) for placement in held}
         inside = [p._replace(outer=p.outer * blocks.get(p.dim, 1)) for p in further.placements(mesh)]
         padded = {**self.padded, **further.padded}
-        return P.from_placements([*held, *inside], mesh, self.unreduced, self.reduced, padded)
+        return P.from_placements([*held, *inside], mesh, self.unreduced, self.reduced, self.owner, padded)
 
     def without(self, axes: Iterable[str]) -> P:
         """Return the spec without `axes`."""
-        return self.only((self.axes | self.unreduced | self.reduced) - set(axes))
+        return self.only(self.named_axes - set(axes))
 
     def dual(self) -> P:
         """Return the spec of the gradient: `unreduced` and `reduced` are swapped."""
@@ -229,7 +243,7 @@ class P:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        return (self._dims, self.unreduced, self.reduced, tuple(self.padded.items()))
+        return (self._dims, self.unreduced, self.reduced, tuple(self.owner.items()), tuple(self.padded.items()))
 
     def as_written(self) -> str:
         """Return the spec as text, including trailing unsharded dims.
@@ -248,8 +262,7 @@ class P:
         for name in ("unreduced", "reduced"):
             if axes := sorted(getattr(self, name)):  # sorted: the order of a set differs between processes
                 parts.append(f"{name}={{{', '.join(map(repr, axes))}}}")
-        if self.padded:
-            parts.append(f"padded={self.padded}")
+        parts += [f"{name}={held}" for name in ("owner", "padded") if (held := getattr(self, name))]
         return f"P({', '.join(parts)})"
 
     def __str__(self) -> str:

@@ -99,8 +99,14 @@ def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> 
         else:
             found += _uneven(dim, size, factors, mesh, pad)
     known = ", ".join(mesh.axis_names) or "none"
-    unknown = sorted((spec.axes | spec.unreduced | spec.reduced) - set(mesh.axis_names))
-    return found + [f"the mesh has no axis {axis!r} (its axes: {known})" for axis in unknown]
+    unknown = sorted(spec.named_axes - set(mesh.axis_names))
+    found += [f"the mesh has no axis {axis!r} (its axes: {known})" for axis in unknown]
+    owners = [(axis, rank) for axis, rank in spec.owner.items() if axis in mesh.axis_names]
+    return found + [
+        f"the owner along {axis!r} is rank {rank}, but the axis has ranks 0 … {mesh.axis_size(axis) - 1}"
+        for axis, rank in owners
+        if not 0 <= rank < mesh.axis_size(axis)
+    ]
 
 
 def _uneven(dim: int, size: int, factors: Sequence[str | int], mesh: Mesh, pad: bool) -> list[str]:

@@ -39,13 +39,14 @@ MODULES: dict[str, ModuleType] = {
     "fp.schedules": fp.schedules,
     "fp.testing": fp.testing,
     "fp.testing.strategies": strategies,
+    "fp.interop": fp.interop,
     "fp.errors": fp.errors,
     "sharding_specs": sharding_specs,
 }
 
 # Names of `functional_parallel.__all__` by section, in the order of the page. Errors are in the section of fp.errors.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Modules": ("asynchronous", "deepspeed", "errors", "optim", "random", "schedules", "testing"),
+    "Modules": ("asynchronous", "deepspeed", "errors", "interop", "optim", "random", "schedules", "testing"),
     "Transforms": (
         "chain",
         "data_parallel",
@@ -61,6 +62,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "from_specs",
         "partition",
         "constrain",
+        "outputs",
         "recompute",
         "stage_boundary",
         "register_rule",
@@ -244,7 +246,7 @@ def entries() -> list[Entry]:
         found += [_method(title, shown, kind, name) for name in methods]
     for prefix, module in MODULES.items():
         if module is not fp:
-            names = [name for name in _names(module) if _belongs(prefix, getattr(module, name))]
+            names = [name for name in _names(module) if _belongs(prefix, name, getattr(module, name))]
             found += [_entry(f"`{prefix}`", f"{prefix}.{name}", getattr(module, name)) for name in names]
     return found
 
@@ -275,9 +277,10 @@ def _anchor(section: str) -> str:
     return re.sub(r"[^\w -]", "", section.lower()).replace(" ", "-")
 
 
-def _belongs(prefix: str, value: Any) -> bool:
-    """Whether a name has its row in this section. Errors of `sharding_specs` are in the section of fp.errors."""
-    return prefix == "fp.errors" or not (isinstance(value, type) and issubclass(value, (fp.errors.Error, Warning)))
+def _belongs(prefix: str, name: str, value: Any) -> bool:
+    """Whether a name has its row here. Names of fp have theirs in its sections, errors in the section of fp.errors."""
+    is_error = isinstance(value, type) and issubclass(value, (fp.errors.Error, Warning))
+    return prefix == "fp.errors" or not (is_error or value is getattr(fp, name, None))
 
 
 def _lead(section: str) -> Iterator[str]:

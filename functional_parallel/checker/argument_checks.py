@@ -30,7 +30,7 @@ from ..tracing import recorder
 
 __all__ = ["check_arguments", "record_input_specs", "type_of_spec"]
 
-_V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
+_V, _I, _U, _R, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED, State.OWNED
 
 
 def type_of_spec(spec: P) -> Type:
@@ -42,6 +42,7 @@ def type_of_spec(spec: P) -> Type:
     states = dict.fromkeys(sorted(spec.axes), _V)
     states.update(dict.fromkeys(sorted(spec.unreduced), _U))
     states.update(dict.fromkeys(sorted(spec.reduced), _R))
+    states.update(dict.fromkeys(spec.owner, _O))
     return Type(states)
 
 
@@ -158,6 +159,7 @@ _HOLDING = {
     _I: "all ranks along {axis!r} hold the same",
     _U: "the ranks along {axis!r} hold partial sums",
     _R: "it is Reduced along {axis!r}",
+    _O: "one rank along {axis!r} holds it",
 }
 
 

@@ -32,7 +32,7 @@ __all__ = ["Typing", "casts_of", "is_zero", "type_of"]
 
 aten = torch.ops.aten
 
-_V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
+_V, _I, _U, _R, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED, State.OWNED
 
 #: zeros with the layout of a value, as its tangent, and a copy over them: no value of the first operand is left
 _OF_THE_SECOND = {aten._new_zeros_with_same_feature_meta.default, aten.copy.default}
@@ -96,9 +96,20 @@ class Typing:
             raise TypingError(f"{_where(node)}: {error}") from None
 
     def _union(self, node: fx.Node, axis: str, held: Sequence[State]) -> State:
+        if _O in held:
+            return self._with_owned(node, axis, held)
         if _U in held:
             return self._with_partial_sums(node, axis, held)
         return _V if _V in held else _R if _R in held else _I
+
+    def _with_owned(self, node: fx.Node, axis: str, held: Sequence[State]) -> State:
+        others = {state for state in held if state not in (_O, _I)}
+        if others:
+            raise TypingError(
+                f"{_where(node)}: a value that one rank along {axis!r} holds (Owned) meets one that is "
+                f"{min(others).name.capitalize()}; broadcast the first to all ranks, or gather the second"
+            )
+        return _O
 
     def _with_partial_sums(self, node: fx.Node, axis: str, held: Sequence[State]) -> State:
         marks, operands = _linear_marks(node), tensor_operands(node)
@@ -159,8 +170,8 @@ def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
             if held[axis] is _U and is_zero(operand):
                 continue
             target = _R if result[axis] is _U and held[axis] is _I and not is_zero(operand) else result[axis]
-            if (held[axis], target) == (_R, _I):
-                continue  # the result has no gradient
+            if (held[axis], target) in ((_R, _I), (_I, _O)):
+                continue  # the result has no gradient; what the owner computes with needs no cast
             if held[axis] is not target and target is not _U:
                 casts.append((index, axis, held[axis], target))
     return casts

@@ -43,6 +43,18 @@ class Communicator(Protocol):
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
         """Return the value of rank `source`."""
 
+    def broadcast(self, x: Tensor, axes: tuple[str, ...], owner: int) -> Tensor:
+        """Return the value of the owner. On other ranks, `x` has its shape and no memory, here and in `scatter`."""
+
+    def scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, owner: int) -> Tensor:
+        """Return this rank's chunk, along `dim`, of the value of the owner."""
+
+    def gather(self, x: Tensor, axes: tuple[str, ...], dim: int, owner: int) -> Tensor:
+        """Concatenate the values of all ranks along `dim`, on the owner. Other ranks get a tensor without memory."""
+
+    def reduce(self, x: Tensor, axes: tuple[str, ...], owner: int) -> Tensor:
+        """Return the sum over the ranks, in rank order, on the owner. Other ranks get a tensor without memory."""
+
     def axis_index(self, axes: tuple[str, ...]) -> int:
         """Return the index of this rank along the axes."""
 

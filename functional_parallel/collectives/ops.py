@@ -112,11 +112,11 @@ def _fake_psum_scatter(x: Tensor, axes: Sequence[str], dim: int, src: str) -> Te
     return x.new_empty(shapes.chunk_shape("psum_scatter", x.shape, dim, axes))
 
 
-def _fake_all_gather(x: Tensor, axes: Sequence[str], dim: int, dst: str) -> Tensor:
+def _fake_all_gather(x: Tensor, axes: Sequence[str], dim: int, _: Param) -> Tensor:
     return x.new_empty(shapes.gathered_shape("all_gather", x.shape, dim, axes))
 
 
-def _fake_pscatter(x: Tensor, axes: Sequence[str], dim: int) -> Tensor:
+def _fake_pscatter(x: Tensor, axes: Sequence[str], dim: int, *_: Param) -> Tensor:
     return x.new_empty(shapes.chunk_shape("pscatter", x.shape, dim, axes))
 
 
@@ -160,5 +160,9 @@ _define("ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", _carried("pperm
 _define("pmax(Tensor x, str[] axes) -> Tensor", _carried("pmax"), _same_shape)
 _define("pmin(Tensor x, str[] axes) -> Tensor", _carried("pmin"), _same_shape)
 _define("pbroadcast(Tensor x, str[] axes, int source) -> Tensor", _carried("pbroadcast"), _same_shape)
+_define("broadcast(Tensor x, str[] axes, int owner, str dst) -> Tensor", _carried("broadcast"), _same_shape)
+_define("scatter(Tensor x, str[] axes, int dim, int owner) -> Tensor", _carried("scatter"), _fake_pscatter)
+_define("gather(Tensor x, str[] axes, int dim, int owner) -> Tensor", _carried("gather"), _fake_all_gather)
+_define("reduce(Tensor x, str[] axes, int owner, str src) -> Tensor", _carried("reduce"), _same_shape)
 _define("pcast(Tensor x, str[] axes, str src, str dst) -> Tensor", _pcast, _same_shape)
 _define("axis_index(str[] axes) -> Tensor", _axis_index, _fake_axis_index)

@@ -112,4 +112,10 @@ _FUNCTIONS: tuple[Callable[..., list[Tensor]], ...] = (
     *(psum, psum_scatter, all_gather, pscatter, all_to_all),
     *(ppermute, pmax, pmin, pbroadcast, pcast),
 )
-_OPERATIONS = {each.__name__: each for each in _FUNCTIONS}
+_OPERATIONS: dict[str, Callable[..., list[Tensor]]] = {
+    **{each.__name__: each for each in _FUNCTIONS},
+    "broadcast": pbroadcast,
+    "scatter": lambda values, dim, owner: list(values[owner].chunk(len(values), dim)),
+    "gather": lambda values, dim, owner: all_gather(values, dim),  # of which only the owner reads the result
+    "reduce": lambda values, owner, reduce_dtype=None: psum(values, reduce_dtype),
+}

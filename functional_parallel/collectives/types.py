@@ -7,10 +7,11 @@ Varying V      may differ                             V                 → U
 Invariant I    equal                                  I                 → V, → R
 Unreduced U    partial sums                           R                 none
 Reduced R      equal, gradient wanted unreduced       U                 → V
+Owned O        one rank holds it, the others nothing  O                 none
 =============  =====================================  ================  =====================
 
 The states and transitions are the same as in JAX's shard_map (jax-ml/jax, `jax/_src/lax/parallel.py`). The exception is
-`pbroadcast`: its result is Invariant here, because its value is equal on all ranks.
+`pbroadcast`: its result is Invariant here, because its value is equal on all ranks. JAX has no Owned values.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class State(str, Enum):
     INVARIANT = "invariant"
     UNREDUCED = "unreduced"
     REDUCED = "reduced"
+    OWNED = "owned"
 
     @property
     def letter(self) -> str:
@@ -46,13 +48,14 @@ class State(str, Enum):
         return self.value
 
 
-_V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
+_V, _I, _U, _R, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED, State.OWNED
 _DUAL = {_U: _R, _R: _U}
 _HOLDING = {
     _V: "every rank may hold a different value",
     _I: "every rank holds the same value already",
     _U: "the ranks hold partial sums",
     _R: "every rank holds the same value already",
+    _O: "one rank holds the value, and the others hold nothing",
 }
 
 
@@ -96,7 +99,7 @@ class Type(Mapping[str, State]):
         return hash(frozenset(self._states.items()))
 
     def __repr__(self) -> str:
-        named = ((state, [axis for axis in self._states if self._states[axis] is state]) for state in (_V, _U, _R))
+        named = ((state, [axis for axis in self._states if self._states[axis] is state]) for state in (_V, _U, _R, _O))
         return "{" + ", ".join(f"{state.letter}:{'+'.join(axes)}" for state, axes in named if axes) + "}"
 
 
@@ -121,6 +124,10 @@ _RULES: dict[str, dict[State, State]] = {
     "pmax": {_V: _I},
     "pmin": {_V: _I},
     "pbroadcast": {_V: _I},
+    "broadcast": {_O: _V},
+    "scatter": {_O: _V},
+    "gather": {_V: _O},
+    "reduce": {_V: _O, _U: _O},
 }
 _GATHERED = {_V, _I, _R}
 _CASTS = {(_I, _V), (_I, _R), (_R, _V), (_V, _U)}
@@ -143,6 +150,8 @@ _FIXES = {
     ("pmax", _I): "drop it",
     ("pmax", _R): "drop it",
     ("pbroadcast", _I): "drop it",
+    ("broadcast", _I): "drop it",
+    ("scatter", _I): "to keep one slice per rank write fp.pscatter(x, {axis!r}, dim), which sends nothing",
     ("pbroadcast", _R): "drop it",
 }
 _FIX_BY_STATE = {
@@ -150,6 +159,7 @@ _FIX_BY_STATE = {
     _R: "write fp.pcast(x, {axis!r}, to='varying') first if a copy per rank is meant",
     _U: "write fp.psum(x, {axis!r}) first: the sum must be complete here",
     _V: "write fp.psum(x, {axis!r}) first",
+    _O: "only that rank computes with it; if all ranks need it, let all hold it: in_specs=P() of fp.shard_map",
 }
 
 
@@ -166,7 +176,7 @@ def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: 
     if operation in _NONLINEAR:
         _refuse_unreduced(operation, operand)
     source = source_state(operation, operand, axes, **params)
-    if operation == "pcast":
+    if operation in ("pcast", "broadcast"):
         return operand.having(axes, State(params["dst"]))
     if operation == "all_gather":
         return operand.having(axes, _gathered(params.get("dst", "varying")))

@@ -35,6 +35,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("scheduler", "lr_scheduler", "warmup_steps", "num_warmup_steps"), _SCHEDULE),
     **dict.fromkeys(("zero_stage", "stage"), _STAGE),
     **dict.fromkeys(("zero", "fsdp", "sharding_strategy", "zero_optimization"), _SHARDED),
+    "master": "fp.data_parallel(axis, master={v}) keeps the training state on one rank, and ZeRO shards it",
     "reshard_after_forward": "parameters are gathered again in the backward by default; fp.zero(3, 'data', "
     "keep_gathered=True) keeps them",
     **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"), _ACCUMULATE),

@@ -191,7 +191,7 @@ def refuse_unknown_axes(specs: tuple[SpecTree, ...], who: str, known: Collection
     wrong = [
         f"  {path}: {spec!r}: the mesh has no axis {axis!r} (its axes: {', '.join(names) or 'none'})"
         for path, spec in zip(tree_paths(specs), leaves, strict=True)
-        for axis in sorted((spec.axes | spec.unreduced | spec.reduced).difference(names, known))
+        for axis in sorted(spec.named_axes.difference(names, known))
     ]
     if wrong:
         raise SpecError(f"specs of {who} name axes that the mesh does not have:\n" + "\n".join(wrong))

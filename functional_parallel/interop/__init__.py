@@ -2,5 +2,6 @@
 
 from . import deepspeed
 from .prepare import PreparedStep, prepare
+from .replicas import Replica, gather, parallel_apply, replicate, scatter
 
-__all__ = ["PreparedStep", "deepspeed", "prepare"]
+__all__ = ["PreparedStep", "Replica", "deepspeed", "gather", "parallel_apply", "prepare", "replicate", "scatter"]

@@ -12,8 +12,9 @@ __all__ = ["AxisSet", "axes_of_nodes", "varied_axes"]
 
 AxisSet = frozenset[str]
 
-_EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather")  # return one value to all ranks
-_SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute")  # return different values
+# return one value to all ranks, or all of what one rank returns; return different values
+_EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather", "broadcast", "gather", "reduce")
+_SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute", "scatter")
 
 
 def varied_axes(node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:

@@ -21,6 +21,7 @@ from ..ops import refuse_idle
 from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram, pipeline_of
 from ..program import Intermediate, Program, label_traffic
+from ..requests import owners_of
 from ..tracing import Assumption, LayoutRead, assume, autocast_dtypes, collect_assumptions, require_contiguous, trace
 from .constants import check_static_leaves
 from .leftovers import traced_in
@@ -29,7 +30,7 @@ from .rewrite import rewrite
 
 __all__ = ["UNCHECKED", "Lowered", "lower", "lowering", "mismatch", "per_argument"]
 
-_V, _I, _U = State.VARYING, State.INVARIANT, State.UNREDUCED
+_V, _I, _U, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.OWNED
 
 T = TypeVar("T")
 
@@ -92,6 +93,11 @@ def lowering(
     check_static_leaves(args, f"{name}, arguments")
     layout = layout_of(f)
     wide = layout.mesh(mesh)
+    if options.backend != "eager" and owners_of(layout):
+        raise ValueError(
+            f"{name}: in {f!r} one rank runs ops that the others leave out, and a compiled region has ops of both "
+            "kinds; use backend='eager', or leave master= out of the plan"
+        )
     in_specs, out_specs = specs or (None, None)
     with bind(wide.shape, None):
         full = (
@@ -262,6 +268,8 @@ def _check_results(program: Program, types: list[Type], known: Collection[str]) 
         for axis in sorted({*held, *wanted}):
             if zero and wanted[axis] is _U and held[axis] is not _V:
                 continue  # tangent of the gradient of an unused parameter: zeros are partial sums of zeros
+            if (held[axis], wanted[axis]) == (_I, _O):
+                continue  # the owner holds what all ranks hold
             if held[axis] is not wanted[axis]:
                 wrong.append(f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec)}")
                 if (held[axis], wanted[axis]) == (_V, _I) and axis not in known:
@@ -285,6 +293,8 @@ def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
         f"leave {axis!r} out of the spec, or write fp.pscatter(x, {axis!r}) or fp.pvary(x, {axis!r})",
         (_U, _I): f"holds partial sums along {axis!r}, but {spec!r} does not say so; "
         f"write fp.psum(x, {axis!r}) or P(…, unreduced={{{axis!r}}})",
+        (_O, _I): f"is held by one rank along {axis!r}, but {spec!r} says that all ranks hold it; "
+        f"write P(…, owner={{{axis!r}: rank}})",
     }
     return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
 

@@ -122,7 +122,7 @@ def _axes_of(spec: P) -> list[str]:
 
 
 def _check_specs(specs: Sequence[P], name: str) -> None:
-    odd = [spec for spec in specs if spec.unreduced or spec.reduced or spec.padded]
+    odd = [spec for spec in specs if spec.unreduced or spec.reduced or spec.owner or spec.padded]
     if odd:
         raise LayoutError(
             f"{_place(name)}: {odd[0]!r}: inside a traced function values are whole before and after, and neither "

@@ -5,6 +5,8 @@ from .adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_of_one
 from .constrain import OP as CONSTRAIN
 from .constrain import constrain, refuse_idle
 from .marks import define_marker
+from .outputs import OP as OUTPUTS
+from .outputs import outputs
 from .packing import PACK, UNPACK, UNPACK_INTO, packed, run_of, unpacked
 from .squares import sum_of_squares
 
@@ -12,6 +14,7 @@ __all__ = [
     "ADAMW",
     "ADAMW_IN_PLACE",
     "CONSTRAIN",
+    "OUTPUTS",
     "PACK",
     "UNPACK",
     "UNPACK_INTO",
@@ -23,6 +26,7 @@ __all__ = [
     "draws",
     "grouped",
     "keyed_draws",
+    "outputs",
     "packed",
     "refuse_idle",
     "run_of",

@@ -6,6 +6,7 @@ with the collectives inserted. This run is differentiable, so gradients and thei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,7 @@ from ..functions import (
     specs_per_leaf,
 )
 from ..ir import Aval, Traced, hollow, info, leaf_signature
-from ..rules import REDUCED, REPLICATED, AxisLayout, Shard, convert
+from ..rules import REDUCED, REPLICATED, AxisLayout, Owned, Shard, TargetLayout, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
 from .run import PartitionedValue, run_partitioned
@@ -88,7 +89,11 @@ def partition(
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How a transform partitions a function over one mesh axis. The fields are the arguments of `partition`."""
+    """How a transform partitions a function over one mesh axis. The fields are the arguments of `partition`.
+
+    An `owner` holds all arguments and results at rest. It scatters the arguments that `in_specs` shard, and broadcasts
+    any other value when an op of all ranks needs it.
+    """
 
     name: str  # of the transform, for messages
     axis: str
@@ -97,6 +102,7 @@ class Partitioning:
     parameters: int | None = 0
     gathered: tuple[int, ...] = ()
     strict: bool = False
+    owner: Owned | None = None
 
     def specs(self, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         """Return the specs of these arguments."""
@@ -112,6 +118,8 @@ class Partitioning:
             own = specs_per_leaf(self.specs(args), args, f"specs of {self.name}")
             refuse_unknown_axes(own, self.name, {axis})
             before = specs_per_leaf(inner.arguments(args), args, f"specs of {f!r}")
+            if (owner := self.owner) is not None:
+                return tuple(optree.tree_map(lambda spec: _with_place(spec, owner, axis), spec) for spec in before)
             return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
 
         described = (*inner.describe, self.name)
@@ -135,21 +143,28 @@ class _Partition:
         self.entries: dict[Any, _Entry] = {}
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
-        cut = axis_dim_split(self.axis)
         register_dataclasses(args)
         specs = list(optree.tree_leaves(specs_per_leaf(self.how.specs(args), args, f"specs over {self.axis!r}")))
         leaves, tree = optree.tree_flatten(args)
         places = [axis_layout_of(spec, self.axis, self.inner.axes) for spec in specs]
-        given, held = leaves, places
-        leaves, places = self._gather(args, leaves, places, specs, cut)
+        given, held, owner = leaves, places, self.how.owner
+        if owner is None:
+            cut = axis_dim_split(self.axis)
+            leaves, places = self._gather(args, leaves, places, specs, cut)
+        else:
+            cut = self._split(args, leaves, places)
+            leaves, places = self._scatter(leaves, places, owner, cut)
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         entry = self._entry(leaves, tree, tensors, places, cut)
         self._check_layouts(entry.traced, args, given, held)
         static = self._argument_flags(args, (self.how.parameters,))
-        inputs = [PartitionedValue(places[index], leaves[index], static[index]) for index in tensors]
+        whole: list[dict[TargetLayout, torch.Tensor]] = [{} if owner is None else {owner: leaf} for leaf in given]
+        inputs = [PartitionedValue(places[index], leaves[index], static[index], whole[index]) for index in tensors]
         inputs += [PartitionedValue(REPLICATED, captured) for captured in entry.traced.captured]
         wanted, strict = self._out_places(entry), self.how.strict
-        outputs, out_places = run_partitioned(entry.traced, inputs, self.axis, cut, out_places=wanted, strict=strict)
+        outputs, out_places = run_partitioned(
+            entry.traced, inputs, self.axis, cut, out_places=wanted, owner=owner, strict=strict
+        )
         specs_out = [_with_place(s, p, self.axis) for s, p in zip(entry.out_inner, out_places, strict=True)]
         return optree.tree_unflatten(entry.out_tree, outputs), optree.tree_unflatten(entry.out_tree, specs_out)
 
@@ -167,6 +182,38 @@ class _Partition:
             for flag, leaf, place, spec in zip(whole, leaves, places, specs, strict=True)
         ]
         return gathered, [REDUCED if flag else place for flag, place in zip(whole, places, strict=True)]
+
+    def _split(self, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout]) -> DimSplit:
+        """Return the split of the batch over the ranks, which may be uneven. All arguments are split in proportion."""
+        ranks = axis_dim_split(self.axis).ranks
+        lengths = {
+            path: leaf.shape[place.dim] // place.outer
+            for path, leaf, place in zip(tree_paths(args), leaves, places, strict=True)
+            if isinstance(leaf, torch.Tensor) and isinstance(place, Shard)
+        }
+        if all(length % ranks == 0 for length in lengths.values()):
+            return DimSplit.of(ranks)
+        samples = math.gcd(*lengths.values())
+        if samples < ranks:
+            listed = ", ".join(f"{path}: {length}" for path, length in lengths.items())
+            raise PartitionError(
+                f"the owner cannot scatter a batch of {listed} samples over the {ranks} ranks of {self.axis!r}: there "
+                f"are {samples} samples, or equal pieces of all arguments; give {ranks} or more, a multiple of {ranks} "
+                "of each, or say with batch= which arguments are not split"
+            )
+        return DimSplit.of(ranks, samples)
+
+    def _scatter(
+        self, leaves: list[Any], places: list[AxisLayout], owner: Owned, cut: DimSplit
+    ) -> tuple[list[Any], list[AxisLayout]]:
+        """Scatter the owner's arguments that are sharded. The others stay on it until an op needs them elsewhere."""
+        parts = [
+            convert(leaf, owner, place, self.axis, cut)
+            if isinstance(leaf, torch.Tensor) and isinstance(place, Shard)
+            else leaf
+            for leaf, place in zip(leaves, places, strict=True)
+        ]
+        return parts, [place if isinstance(place, Shard) else owner for place in places]
 
     def _check_padding(self, args: tuple[PyTree, ...], whole: list[bool], specs: list[P]) -> None:
         for path, flag, spec in zip(tree_paths(args), whole, specs, strict=True):
@@ -274,6 +321,8 @@ def _global_aval(leaf: torch.Tensor, place: AxisLayout, cut: DimSplit) -> Aval:
 
 def _with_place(spec: P, place: AxisLayout, axis: str, padded: Mapping[int, int] | None = None) -> P:
     """Return the spec of a value with `spec` from inner transforms and layout `place` along `axis`."""
+    if isinstance(place, Owned):
+        return spec.replace(owner={**spec.owner, axis: place.rank})
     if not isinstance(place, Shard):
         return spec
     mesh = axis_mesh()
@@ -284,7 +333,7 @@ def _with_place(spec: P, place: AxisLayout, axis: str, padded: Mapping[int, int]
             size = mesh.axis_size(other.axis)
             outer, reached = outer * size, reached * size
     places, padded = [*held, Placement(axis, place.dim, outer)], {**spec.padded, **(padded or {})}
-    return P.from_placements(places, mesh, spec.unreduced, spec.reduced, padded)
+    return P.from_placements(places, mesh, spec.unreduced, spec.reduced, spec.owner, padded)
 
 
 def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str]) -> SpecTree:
@@ -300,7 +349,8 @@ def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str
             return a
         if a.axes <= b.axes:
             told = b.only((*inner, axis))
-            return told.replace(reduced=told.reduced | a.reduced, unreduced=told.unreduced | a.unreduced)
+            reduced, unreduced = told.reduced | a.reduced, told.unreduced | a.unreduced
+            return told.replace(reduced=reduced, unreduced=unreduced, owner=a.owner)
         mine = b.only({axis})
         return _with_place(a, axis_layout_of(mine, axis, ()), axis, mine.padded)
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from ..checker import DECLARED
 from ..collectives import mesh_axis_size
-from ..ops import CONSTRAIN
+from ..ops import CONSTRAIN, OUTPUTS
 from ..rules import REPLICATED, AxisLayout, OpContext, OpSharding, Rule, Shard, ndim_of, rule, whole_along
 
 ops = torch.ops.fp
@@ -41,11 +41,11 @@ def _decide_scatter(step: OpContext) -> OpSharding:
     return OpSharding((place,), (place,))
 
 
-rule([ops.psum.default, ops.pcast.default, ops.ppermute.default, ops.pbroadcast.default], Rule("~... -> ..."))
-rule([DECLARED], Rule("~... -> ..."))
+_ELEMENTWISE = (ops.psum, ops.pcast, ops.ppermute, ops.pbroadcast, ops.broadcast, ops.reduce)
+rule([*(op.default for op in _ELEMENTWISE), DECLARED, OUTPUTS], Rule("~... -> ..."))
 rule([ops.pmax.default, ops.pmin.default], Rule("... -> ..."))
-rule([ops.all_gather.default], Rule(decide=_decide_gather))
-rule([ops.psum_scatter.default, ops.pscatter.default], Rule(decide=_decide_scatter))
+rule([ops.all_gather.default, ops.gather.default], Rule(decide=_decide_gather))
+rule([ops.psum_scatter.default, ops.pscatter.default, ops.scatter.default], Rule(decide=_decide_scatter))
 rule([ops.all_to_all.default], Rule(lambda node: whole_along(*node.args[2:4], ndim=ndim_of(node))))
 rule([ops.axis_index.default], Rule(decide=lambda step: OpSharding((), (REPLICATED,))))
 

@@ -33,6 +33,7 @@ from ..ir import (
     walk_args,
     warn_at,
 )
+from ..ops import OUTPUTS
 from ..rules import (
     PARTIAL,
     REDUCED,
@@ -42,6 +43,7 @@ from ..rules import (
     OpContext,
     OperandInfo,
     OpSharding,
+    Owned,
     Reduced,
     Replicated,
     Rule,
@@ -70,6 +72,7 @@ class PartitionedValue:
     part: torch.Tensor
     is_parameter: bool = False
     forms: dict[TargetLayout, torch.Tensor] = field(default_factory=dict)
+    is_alone: bool = False  # whether only the owner computes with it, after `fp.outputs`
 
 
 def run_partitioned(
@@ -79,15 +82,17 @@ def run_partitioned(
     cut: DimSplit,
     *,
     out_places: Sequence[AxisLayout | None] | None = None,
+    owner: Owned | None = None,
     strict: bool = False,
 ) -> tuple[list[PyTree], list[AxisLayout]]:
     """Run a traced function on the shards of one rank. Return this rank's shard of each output, and its layout.
 
     `traced` is prepared, at global shapes. `inputs` are its inputs, then the captured tensors. `out_places` are the
-    required layouts of the results: None leaves a result sharded, and completes partial sums. If `strict`, ops without
-    a rule raise an error instead of computing on full tensors.
+    required layouts of the results: None leaves a result sharded, and completes partial sums. With an `owner`, that
+    rank holds the parameters and runs the ops on whole operands. If `strict`, ops without a rule raise an error instead
+    of computing on full tensors.
     """
-    run = _ShardInterpreter(axis, cut, strict)
+    run = _ShardInterpreter(axis, cut, strict, owner)
     run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
     with explicit_casts():
         for node in traced.graph.nodes:
@@ -100,8 +105,8 @@ def run_partitioned(
 
 
 class _ShardInterpreter:
-    def __init__(self, axis: str, cut: DimSplit, strict: bool) -> None:
-        self.axis, self.cut, self.strict = axis, cut, strict
+    def __init__(self, axis: str, cut: DimSplit, strict: bool, owner: Owned | None) -> None:
+        self.axis, self.cut, self.strict, self.owner = axis, cut, strict, owner
         self.values: dict[fx.Node, Any] = {}
         self.stands_for: dict[fx.Node, fx.Node] = {}  # inputs of a graph that replaces an op → operands of the op
 
@@ -113,16 +118,30 @@ class _ShardInterpreter:
         if lookup(node.target) is None and _is_split(step) and self._decompose(node):
             return
         rule = self._rule(step)
-        step.decision = _decision(rule, step)
+        alone = self.owner is not None and self._is_alone(node)
+        step.decision = _whole(step) if alone else _decision(rule, step)
         completed = rule.whole_gradient and _is_reduced(step)
         reduced = _is_reduced(step) and not completed
-        whole = REDUCED if reduced else REPLICATED_VARYING if step.decision.varying and not rule.casts else REPLICATED
+        whole: TargetLayout = REDUCED if reduced else REPLICATED
+        if not reduced and step.decision.varying and not rule.casts:
+            whole = REPLICATED_VARYING
+        on_whole = whole == REPLICATED and not step.decision.varying
+        if self.owner is not None and on_whole and not self._is_on_all_ranks(tensor_operands(node)):
+            whole, step.is_on_owner = self.owner, True
         args, kwargs = self._arguments(node, tensor_operands(node), step.decision, whole, completed)
         if reduced:
             step.decision = replace(step.decision, results=tuple(map(_reduced, step.results)))
         with grad_mode_of(node):
             outputs = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
-            self._store(node, step, outputs)
+            self._store(node, step, outputs, alone)
+
+    def _is_alone(self, node: fx.Node) -> bool:
+        """Whether only the owner computes an op: the mark of the outputs, and what follows from them."""
+        return node.target is OUTPUTS or any(self.values[operand].is_alone for operand in tensor_operands(node))
+
+    def _is_on_all_ranks(self, operands: Sequence[fx.Node]) -> bool:
+        values = [self.values[operand] for operand in operands]
+        return all(value.place == REPLICATED or REPLICATED in value.forms for value in values)
 
     def _decompose(self, node: fx.Node) -> bool:
         """Compute an op from simpler ops. Return False if it has no decomposition."""
@@ -143,7 +162,8 @@ class _ShardInterpreter:
     def _operand(self, node: fx.Node) -> OperandInfo:
         value: PartitionedValue = self.values[node]
         completed = value.place == PARTIAL and REPLICATED in value.forms  # the partial sums would need a second psum
-        return OperandInfo(info(node).aval, REPLICATED if completed else value.place, value.is_parameter)
+        is_whole = completed or isinstance(value.place, Owned)
+        return OperandInfo(info(node).aval, REPLICATED if is_whole else value.place, value.is_parameter)
 
     def _rule(self, step: OpContext) -> Rule:
         rule = lookup(step.node.target)
@@ -189,8 +209,10 @@ class _ShardInterpreter:
         held_whole = isinstance(value.place, (Replicated, Reduced))
         if held_whole and (form == REPLICATED or not (isinstance(form, Shard) or info(node).aval.is_differentiable)):
             return value.part
+        if isinstance(form, Owned) and (held_whole or REPLICATED in value.forms):
+            return value.forms.get(REPLICATED, value.part)
         if form not in value.forms:
-            if isinstance(form, Shard) and value.place == REPLICATED:
+            if isinstance(form, Shard) and isinstance(value.place, (Replicated, Owned)):
                 value.forms[form] = self._sliced(node, value, form)
             else:  # attribute the psum of partial sums to the op that left them
                 with at_source(source_of(node) if value.place == PARTIAL else current_source()):
@@ -229,16 +251,18 @@ class _ShardInterpreter:
 
     def _step(self, node: fx.Node) -> OpContext:
         operands = [self._operand(operand) for operand in tensor_operands(node)]
-        return OpContext(node, self.axis, self.cut, operands, list(info(node).results), eval_node)
+        return OpContext(node, self.axis, self.cut, operands, list(info(node).results), eval_node, owner=self.owner)
 
-    def _store(self, node: fx.Node, step: OpContext, outputs: PyTree) -> None:
+    def _store(self, node: fx.Node, step: OpContext, outputs: PyTree, alone: bool) -> None:
         static = bool(step.operands) and all(operand.is_parameter for operand in step.operands)
         parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
         if step.decision.extremum:
             parts = [_over_ranks(step.decision.extremum, part, self.axis) for part in parts]
-        values = [
-            PartitionedValue(place, part, static) for place, part in zip(step.decision.results, parts, strict=False)
-        ]
+        results = step.decision.results
+        if step.is_on_owner and self.owner is not None:
+            results = tuple(self.owner if place == REPLICATED else place for place in results)
+        places = zip(results, parts, strict=False)
+        values = [PartitionedValue(place, part, static, is_alone=alone) for place, part in places]
         self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
 
     def results(
@@ -253,11 +277,16 @@ class _ShardInterpreter:
                 continue
             held = self.values[output].place
             place = wanted[index] if wanted is not None else None
-            place = place if place is not None else (REPLICATED if held in (PARTIAL, REDUCED) else held)
+            place = place if place is not None else self._result_place(held)
             with at_source(source_of(output)):
                 parts.append(self._result(output, place))
             places.append(place)
         return parts, places
+
+    def _result_place(self, held: AxisLayout) -> AxisLayout:
+        if self.owner is not None:
+            return held if held == REPLICATED else self.owner
+        return REPLICATED if held in (PARTIAL, REDUCED) else held
 
     def _result(self, output: fx.Node, place: AxisLayout) -> torch.Tensor:
         value: PartitionedValue = self.values[output]

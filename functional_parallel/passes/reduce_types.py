@@ -24,7 +24,7 @@ __all__ = ["ReduceDtype"]
 
 aten = torch.ops.aten
 
-_SUMS = ("psum", "psum_scatter")
+_SUMS = ("psum", "psum_scatter", "reduce")
 
 
 @dataclass(frozen=True)

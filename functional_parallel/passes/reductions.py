@@ -29,7 +29,7 @@ class EarlyReductions(ProgramPass):
     def run(self, traced: Traced, mesh: Mesh) -> None:
         first = list(traced.inputs)  # followed by the sums of inputs that are gradients
         for node in list(traced.nodes):
-            if primitive_name(node) not in ("psum", "psum_scatter") or not info(node.args[0]).backward:
+            if primitive_name(node) not in ("psum", "psum_scatter", "reduce") or not info(node.args[0]).backward:
                 continue
             gradient, chain = _cast_on_the_way(node)
             if gradient.op == "get_attr":

@@ -18,7 +18,7 @@ from ..ir import is_trained
 from ..optim import Optimizer, sgd, tree_map_params
 from ..pipelines import pipeline_of, stage_of_layer
 from ..program import readable_bytes
-from ..requests import UpdateSharding
+from ..requests import UpdateSharding, owners_of
 from ..training import TrainStep, train_step
 
 __all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
@@ -107,6 +107,8 @@ def estimate(
     pipeline = pipeline_of(train.f.layout)
     axis = None if pipeline is None else pipeline.axis
     note = "" if axis is None else f"the rank of {axis!r} that holds most, with all that is no layer of a stack"
+    for name, rank in owners_of(train.f.layout).items():
+        note = f"rank {rank} of {name!r}, the master; the other ranks hold nothing between steps"
     found = []
     for there in _where_layers_are(train, shapes):
         parts = [_bytes(_only(tree, shapes, there), specs, mesh, *how) for tree, specs, *how in kept]

@@ -11,12 +11,13 @@ from .aliasing import (
     view_base,
 )
 from .base import BaseProgram
-from .collectives import COMMUNICATING, Collective, bytes_of, collectives_of, counts_of, keep_phases
+from .collectives import COMMUNICATING, OWNED, Collective, bytes_of, collectives_of, counts_of, keep_phases
 from .explain import Explanation, columns, parse_bytes, readable_bytes
 from .hardware import HARDWARE, Hardware, hardware_of
 from .links import Line
 from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, memory_of, said_shared
 from .overlap import STARTED, one_scatter_at_a_time, overlapped
+from .ownership import absent_values, has_owner
 from .pass_table import UNCUT, Intermediate, PassTable
 from .price import Item, Price, price_of
 from .program import Program
@@ -28,6 +29,7 @@ __all__ = [
     "COMMUNICATING",
     "HARDWARE",
     "MEMORY_KINDS",
+    "OWNED",
     "STARTED",
     "UNCUT",
     "BaseProgram",
@@ -43,6 +45,7 @@ __all__ = [
     "Program",
     "Storage",
     "StorageTable",
+    "absent_values",
     "aliases_of",
     "bytes_of",
     "channel_bytes",
@@ -52,6 +55,7 @@ __all__ = [
     "draw",
     "flops",
     "hardware_of",
+    "has_owner",
     "is_only_use_of_own_memory",
     "keep_phases",
     "label_traffic",

@@ -6,7 +6,9 @@ The table gives the bytes that one rank sends in a ring. S is the size of the fu
 |---|---|
 | all_gather, psum_scatter, all_to_all | (n−1)/n · S |
 | psum, pmax, pmin | 2 (n−1)/n · S |
-| pbroadcast | S, by the source and the ranks that forward it |
+| pbroadcast, broadcast | S, by the source and the ranks that forward it |
+| scatter | (n−1)/n · S, by the owner |
+| gather, reduce | the operand, by each rank but the owner |
 | ppermute | the operand, by each rank that sends |
 | pcast, pscatter, axis_index | none |
 """
@@ -27,6 +29,7 @@ from ..ir import Aval, Source, Traced, info, primitive_name, update_info
 
 __all__ = [
     "COMMUNICATING",
+    "OWNED",
     "Collective",
     "bytes_of",
     "collective_of",
@@ -36,7 +39,11 @@ __all__ = [
     "phases_of",
 ]
 
-COMMUNICATING = ("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast")
+OWNED = ("broadcast", "scatter", "gather", "reduce")  # to or from a value that one rank holds
+COMMUNICATING = (
+    *("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast"),
+    *OWNED,
+)
 
 
 @dataclass(frozen=True)
@@ -105,11 +112,11 @@ def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collecti
 def _bytes(kind: str, operand: Aval, result: Aval, size: int, params: list[Any]) -> int:
     if kind == "all_gather":
         return result.nbytes * (size - 1) // size
-    if kind in ("psum_scatter", "all_to_all"):
+    if kind in ("psum_scatter", "all_to_all", "scatter"):
         return operand.nbytes * (size - 1) // size
     if kind == "ppermute":
         return operand.nbytes if any(s != t for s, t in zip(params[0][::2], params[0][1::2], strict=True)) else 0
-    if kind == "pbroadcast":
+    if kind in ("pbroadcast", "broadcast", "gather", "reduce"):
         return operand.nbytes
     return 2 * operand.nbytes * (size - 1) // size
 

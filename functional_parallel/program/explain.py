@@ -18,7 +18,7 @@ _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "pa
 _MOST_PATTERNS = 2
 _CONVENTION = (
     "bytes: what one rank of n sends in a ring for S bytes: psum, pmax, pmin 2(n-1)/n S; all_gather, psum_scatter,\n"
-    "all_to_all (n-1)/n S; pbroadcast, ppermute S"
+    "all_to_all, scatter (n-1)/n S; pbroadcast, broadcast, ppermute S; gather, reduce the operand"
 )
 
 

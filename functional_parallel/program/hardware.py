@@ -9,7 +9,8 @@ arXiv 2506.20252). With S the bytes of the full value, g ranks of the group on a
 | all_gather, psum_scatter | ⌈log₂ g⌉ α + (g−1)/g · S β within a host, ⌈log₂ h⌉ α' + (h−1)/h · S/g β' between hosts |
 | psum, pmax, pmin | twice that: summed and scattered, then gathered |
 | all_to_all | (g−1) α + (g−1)/n · S β, and (n−g) α' + (n−g)/n · S β' |
-| pbroadcast | ⌈log₂ h⌉ α' + S β', then ⌈log₂ g⌉ α + S β |
+| scatter, gather | as all_to_all: the owner's link takes one message after the other |
+| pbroadcast, broadcast, reduce | ⌈log₂ h⌉ α' + S β', then ⌈log₂ g⌉ α + S β |
 | ppermute, send | α + S β of the slowest link that it uses |
 
 The bytes add up to those of `Collective.bytes`. With `ring`, n − 1 rounds replace ⌈log₂ n⌉.
@@ -61,6 +62,8 @@ class Hardware:
         flops_share, bandwidth_share, links_share: fractions of the peaks that large products, copies and messages
             reach.
         ring: whether collectives take n − 1 rounds, as plain rings do.
+        both_ways: fraction of a link's rate that each direction reaches while both carry data. Through the memory of
+            the host it can be far below 1. Broadcasts, scatters, gathers and reductions to one rank use one direction.
     """
 
     name: str
@@ -76,9 +79,10 @@ class Hardware:
     bandwidth_share: float = 0.85
     links_share: float = 0.8
     ring: bool = False
+    both_ways: float = 1.0
 
     def __post_init__(self) -> None:
-        names = ("bandwidth", "ranks_per_host", "flops_share", "bandwidth_share", "links_share")
+        names = ("bandwidth", "ranks_per_host", "flops_share", "bandwidth_share", "links_share", "both_ways")
         rates = {name: getattr(self, name) for name in names} | {str(dtype): rate for dtype, rate in self.flops.items()}
         wrong = [f"{name}={value!r}" for name, value in rates.items() if not value > 0]
         if wrong or not self.flops:
@@ -107,8 +111,9 @@ class Hardware:
 
     def collective(self, one: Collective, mesh: Mesh) -> float:
         """Seconds of a collective of a program on a mesh, if nothing else is in flight."""
-        whole = one.result.nbytes if one.kind == "all_gather" else one.operand.nbytes
-        return self.start + self._seconds(one.kind, whole, group_topology(mesh, one.axes, self.ranks_per_host))
+        whole = one.result.nbytes if one.kind in ("all_gather", "gather") else one.operand.nbytes
+        size = whole if one.kind in _ONE_WAY else whole / self.both_ways
+        return self.start + self._seconds(one.kind, size, group_topology(mesh, one.axes, self.ranks_per_host))
 
     def message(self, mesh: Mesh, axis: str) -> Line:
         """Cost of a message to another rank along an axis, for the most distant pair of ranks."""
@@ -119,10 +124,10 @@ class Hardware:
         inside, hosts = reach
         if kind in ("all_gather", "psum_scatter"):
             return self._half(inside, size, self.inside) + self._half(hosts, size / inside, self.between)
-        if kind == "all_to_all":
+        if kind in ("all_to_all", "scatter", "gather"):
             n, near, far = inside * hosts, inside - 1, inside * (hosts - 1)
             return self._line(self.inside, near, near / n * size) + self._line(self.between, far, far / n * size)
-        if kind == "pbroadcast":
+        if kind in ("pbroadcast", "broadcast", "reduce"):
             return sum(
                 self._line(line, self._rounds(n), size if n > 1 else 0)
                 for n, line in ((inside, self.inside), (hosts, self.between))
@@ -149,6 +154,7 @@ class Hardware:
         )
 
 
+_ONE_WAY = ("pbroadcast", "broadcast", "scatter", "gather", "reduce", "ppermute")
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 
 

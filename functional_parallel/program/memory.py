@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from .explain import readable_bytes
 __all__ = ["MEMORY_KINDS", "Memory", "StorageTable", "draw", "memory_of", "said_shared"]
 
 aten = torch.ops.aten
+
+_SUMS = ("psum", "psum_scatter", "reduce")
 
 MEMORY_KINDS = ("parameters", "optimizer state", "other inputs", "gathered", "residuals", "gradients", "temporaries")
 
@@ -110,16 +112,16 @@ def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak
     pyplot.close(figure)
 
 
-def memory_of(name: str, traced: Traced) -> Memory:
-    """Return the memory of a graph; see `Program.memory`."""
-    return StorageTable(name, traced).memory()
+def memory_of(name: str, traced: Traced, absent: Collection[fx.Node] = ()) -> Memory:
+    """Return the memory of a graph on a rank that does not hold the values in `absent`; see `Program.memory`."""
+    return StorageTable(name, traced, absent).memory()
 
 
 class StorageTable:
     """Storages of the values of a graph, and their bytes."""
 
-    def __init__(self, name: str, traced: Traced) -> None:
-        self.name, self.traced = name, traced
+    def __init__(self, name: str, traced: Traced, absent: Collection[fx.Node] = ()) -> None:
+        self.name, self.traced, self.absent = name, traced, absent
         self.nodes = list(traced.nodes)
         self.sizes: dict[Storage, int] = {}
         self.storages: dict[fx.Node, list[Storage]] = {}  # one, or one per result of an op with several results
@@ -183,7 +185,8 @@ class StorageTable:
         values = info(node).results
         self.storages[node] = [(node, index) for index in range(len(values))]
         for storage, value in zip(self.storages[node], values, strict=True):
-            self.sizes[storage] = value.nbytes if value is not None else 0  # a gradient that was not requested
+            is_held = value is not None and node not in self.absent  # None is a gradient that was not requested
+            self.sizes[storage] = value.nbytes if value is not None and is_held else 0
 
     def _place(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -236,12 +239,10 @@ class StorageTable:
             if info(node).is_parameter:
                 return "parameters"
             return "optimizer state" if info(node).is_state else "other inputs"
-        if primitive_name(node) == "all_gather":
+        if primitive_name(node) in ("all_gather", "broadcast"):
             return "gathered"
         users = [user for user in node.users if user.op == "call_function"]
-        summed = any(
-            primitive_name(user) in ("psum", "psum_scatter") for value in _with_views(node) for user in value.users
-        )
+        summed = any(primitive_name(user) in _SUMS for value in _with_views(node) for user in value.users)
         if summed and any(info(_base(operand)).backward for operand in operands_of(node)):
             return "gradients"  # or several concatenated gradients
         if not info(node).backward:
@@ -250,7 +251,7 @@ class StorageTable:
             )
             return "residuals" if later else "temporaries"
         leaves = any(not info(user).backward for user in users) or any(user.op == "output" for user in node.users)
-        return "gradients" if summed or leaves or primitive_name(node) in ("psum", "psum_scatter") else "temporaries"
+        return "gradients" if summed or leaves or primitive_name(node) in _SUMS else "temporaries"
 
 
 def _base(node: fx.Node) -> fx.Node:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from sharding_specs import P
 
 from ..ir import Traced, canonical_lines, program_text
@@ -11,6 +13,7 @@ from .base import BaseProgram
 from .collectives import Collective, collectives_of
 from .hardware import Hardware, hardware_of
 from .memory import Memory, memory_of
+from .ownership import absent_values
 from .price import Price, price_of
 from .shared_memory import shared_by_collectives
 
@@ -40,8 +43,10 @@ class Program(BaseProgram):
         """Return the collectives that send data, in order; with `casts`, also the primitives that do not."""
         return list(collectives_of(self.traced, self.mesh, casts=casts))
 
-    def memory(self) -> Memory:
+    def memory(self, rank: int | None = None) -> Memory:
         """Compute the bytes of live tensors on one rank, op by op, exactly: peak, curve, and values at the peak.
+
+        Ranks differ only if one of them holds what others do not, as the master of `fp.data_parallel(master=…)` does.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -49,9 +54,23 @@ class Program(BaseProgram):
         >>> memory = step.lower(torch.ones(4, 4), torch.ones(8, 4)).memory()
         >>> memory.peak                       # w and half of x, their product, and relu's result: 4 · 16 · 4 bytes
         256
+
+        Args:
+            rank: the rank; None for the one that holds most.
+
+        Raises:
+            ValueError: if the mesh has no such rank.
         """
         shared = shared_by_collectives(self.collectives(), self.mesh)
-        return replace(memory_of(self.name, self.traced), shared=shared)
+        return replace(memory_of(self.name, self.traced, self.absent(rank)), shared=shared)
+
+    def absent(self, rank: int | None) -> frozenset[fx.Node]:
+        """Return the values that a rank does not hold, because another rank owns them. None is a rank with all."""
+        if rank is None:
+            return frozenset()
+        if rank not in self.mesh.ranks:
+            raise ValueError(f"{self.mesh!r} has ranks 0 … {self.mesh.size - 1}, not {rank!r}")
+        return absent_values(self.traced, self.in_specs, self.mesh, rank)
 
     def price(self, hardware: Hardware | str = "h100") -> Price:
         """Predict the cost of a step on a machine: seconds by op, bytes sent and memory per rank. Nothing runs.

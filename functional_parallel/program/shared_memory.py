@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from sharding_specs import Mesh
 
 from ..collectives import GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
-from .collectives import Collective
+from .collectives import OWNED, Collective
 
 __all__ = ["channel_bytes", "shared_by_collectives"]
 
-_BY_THE_BACKEND = ("ppermute", "pbroadcast")
+_BY_THE_BACKEND = ("ppermute", "pbroadcast", *OWNED)
 
 
 def shared_by_collectives(collectives: Iterable[Collective], mesh: Mesh) -> int:

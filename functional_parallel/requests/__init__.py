@@ -7,6 +7,7 @@ not know the transforms that make them.
 
 from .data_axis import DataAxis
 from .loss_scaling import LossScale, LossScaleState
+from .master import Master, owners_of
 from .microbatches import Microbatches
 from .replicas import Replicas, ReplicaState
 from .run_pass import PairPass, RunPass, Scope, requested_passes
@@ -22,6 +23,7 @@ __all__ = [
     "DataAxis",
     "LossScale",
     "LossScaleState",
+    "Master",
     "Masters",
     "Microbatches",
     "NormSharding",
@@ -41,6 +43,7 @@ __all__ = [
     "converted_state",
     "divided_specs",
     "flat_update",
+    "owners_of",
     "requested_passes",
     "require_order",
     "split_state",

@@ -20,6 +20,7 @@ from ..passes import (
 )
 from ..pipelines import PipelineRequest, StackedLayers
 from .data_axis import DataAxis
+from .master import Master
 from .microbatches import Microbatches
 from .replicas import Replicas
 from .run_pass import RunPass
@@ -59,6 +60,7 @@ REQUESTS: dict[type[Request] | type[ProgramPass], Order] = {  # a request of a p
     Remat: Order.PRECISION,
     RematToBudget: Order.PRECISION,
     DataAxis: Order.DATA,
+    Master: Order.DATA,
     NormSharding: Order.DATA,
     UpdateSharding: Order.DATA,
     GatherPlacement: Order.DATA,

@@ -2,7 +2,7 @@
 
 from . import aten
 from .aten import batch_norm, cross_entropy, fuse_cross_entropy, reshaped_place
-from .axis_layout import PARTIAL, REDUCED, REPLICATED, AxisLayout, Reduced, Replicated, Shard
+from .axis_layout import PARTIAL, REDUCED, REPLICATED, AxisLayout, Owned, Reduced, Replicated, Shard
 from .convert import REPLICATED_VARYING, TargetLayout, convert
 from .decide import OperandInfo, OpSharding, SplitFactor, choose_sharding, factor_sizes, find_factor, placed
 from .duplicates import mask_duplicates
@@ -21,6 +21,7 @@ __all__ = [
     "OpContext",
     "OpSharding",
     "OperandInfo",
+    "Owned",
     "Reduced",
     "Replicated",
     "Rule",

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 
 from ..collectives import DimSplit
 
-__all__ = ["PARTIAL", "REDUCED", "REPLICATED", "AxisLayout", "Partial", "Reduced", "Replicated", "Shard", "shard_shape"]
+__all__ = [
+    "PARTIAL",
+    "REDUCED",
+    "REPLICATED",
+    "AxisLayout",
+    "Owned",
+    "Partial",
+    "Reduced",
+    "Replicated",
+    "Shard",
+    "shard_shape",
+]
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,17 @@ class Shard:
         return f"sharded on dim {self.dim}" + (f" inside a factor of {self.outer}" if self.outer > 1 else "")
 
 
-AxisLayout = Replicated | Reduced | Partial | Shard
+@dataclass(frozen=True)
+class Owned:
+    """One rank holds the full value, and the others hold nothing (the state Owned)."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"whole on rank {self.rank}"
+
+
+AxisLayout = Replicated | Reduced | Partial | Shard | Owned
 REPLICATED = Replicated()
 REDUCED = Reduced()
 PARTIAL = Partial()

@@ -13,14 +13,24 @@ Reduced means replicated with an unreduced gradient. Varying operand means a rep
 | sharded → sharded on another dim | `all_to_all` | all_to_all |
 | partial sums → replicated | `psum` | pvary |
 | partial sums → sharded | `psum_scatter` | all_gather |
+| owned → varying operand | `broadcast` | reduce |
+| owned → replicated | `broadcast`, for an op that casts by itself | reduce of the owner's gradient |
+| owned → sharded | `scatter` | gather |
+| sharded → owned | `gather` | scatter |
+| partial sums → owned | `gather`, and the owner adds | scatter |
+
+Owned values exist only in a partition with an owner. Its ops on whole operands run on the owner.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import torch
 
 from ..collectives import MICROBATCH, DimSplit, apply_primitive, axis_index
-from .axis_layout import REDUCED, REPLICATED, AxisLayout, Partial, Reduced, Replicated, Shard
+from .axis_layout import REDUCED, REPLICATED, AxisLayout, Owned, Partial, Reduced, Replicated, Shard
 from .duplicates import add_duplicates, drop_duplicates
 
 __all__ = ["REPLICATED_VARYING", "TargetLayout", "convert"]
@@ -36,6 +46,10 @@ def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, pa
     """
     if held == form:
         return x
+    if isinstance(held, Owned):
+        return _from_owner(x, held.rank, form, axis, parts)
+    if isinstance(form, Owned):
+        return _to_owner(x, held, form.rank, axis, parts)
     if form == REPLICATED_VARYING:
         if isinstance(held, Shard):
             return _gather(x, held, axis, parts, "varying")
@@ -63,6 +77,21 @@ def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, pa
     return _reshard(x, held, form, axis, parts)
 
 
+def _from_owner(x: torch.Tensor, owner: int, form: TargetLayout, axis: str, parts: DimSplit) -> torch.Tensor:
+    if isinstance(form, Shard):
+        return _scatter("scatter", add_duplicates(x, form, parts), form, axis, owner)
+    state = "varying" if form == REPLICATED_VARYING else "invariant"
+    return apply_primitive("broadcast", x, (axis,), owner, state)
+
+
+def _to_owner(x: torch.Tensor, held: AxisLayout, owner: int, axis: str, parts: DimSplit) -> torch.Tensor:
+    if isinstance(held, Shard):
+        return _gather(x, held, axis, parts, owner)
+    assert isinstance(held, Partial), f"{held} is not turned into a value of one rank"
+    each = apply_primitive("gather", x.unsqueeze(0), (axis,), 0, owner)
+    return functools.reduce(operator.add, each.unbind())  # in rank order, as every sum
+
+
 def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: DimSplit) -> torch.Tensor:
     """Select this rank's slice of a rank-dependent value by index."""
     split = add_duplicates(x, form, parts).unflatten(form.dim, (form.outer, parts.ranks, -1))
@@ -78,11 +107,12 @@ def _reshard(x: torch.Tensor, held: Shard, form: Shard, axis: str, parts: DimSpl
     return _scatter("pscatter", add_duplicates(_gather(x, held, axis, parts, "invariant"), form, parts), form, axis)
 
 
-def _gather(x: torch.Tensor, held: Shard, axis: str, parts: DimSplit, dst: str) -> torch.Tensor:
-    dim = held.dim
+def _gather(x: torch.Tensor, held: Shard, axis: str, parts: DimSplit, to: str | int) -> torch.Tensor:
+    """Gather to a state of all ranks, or to an owner."""
+    dim, operation = held.dim, "gather" if isinstance(to, int) else "all_gather"
     if held.outer == 1:
-        return drop_duplicates(apply_primitive("all_gather", x, (axis,), dim, dst), held, parts)
-    gathered = apply_primitive("all_gather", x.unflatten(dim, (held.outer, -1)), (axis,), dim + 1, dst)
+        return drop_duplicates(apply_primitive(operation, x, (axis,), dim, to), held, parts)
+    gathered = apply_primitive(operation, x.unflatten(dim, (held.outer, -1)), (axis,), dim + 1, to)
     return drop_duplicates(gathered.flatten(dim, dim + 1), held, parts)
 
 

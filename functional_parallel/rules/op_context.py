@@ -10,9 +10,10 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ..collectives import DimSplit, axis_index
+from ..collectives import DimSplit, axis_index, psum
 from ..ir import Aval, where
-from .axis_layout import AxisLayout, Shard, shard_shape
+from .axis_layout import PARTIAL, AxisLayout, Owned, Shard, shard_shape
+from .convert import convert
 from .decide import OperandInfo, OpSharding, SplitFactor
 from .duplicates import mask_duplicates, unique_mask
 
@@ -30,6 +31,8 @@ class OpContext:
     results: list[Aval | None]
     emit: Callable[..., Any]
     decision: OpSharding = field(default_factory=lambda: OpSharding((), ()))
+    owner: Owned | None = None
+    is_on_owner: bool = False  # after the op has run: whether only the owner has its results
 
     @property
     def size(self) -> int:
@@ -66,6 +69,13 @@ class OpContext:
         """Run the op itself on a rank's operands. It has one result; use `emit` for others."""
         result: torch.Tensor = self.emit(self.node.target, args, kwargs)
         return result
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of partial sums over the ranks. With an owner, the owner alone gets it, and the results."""
+        if self.owner is None:
+            return psum(x, self.axis)
+        self.is_on_owner = True
+        return convert(x, PARTIAL, self.owner, self.axis, self.parts)
 
     def once(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """Replace the samples of the first operand's shard `x` that an earlier rank holds too by `fill`."""

@@ -52,7 +52,8 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
     def shard(self, x: torch.Tensor, spec: P) -> SimulatedValue:
         """Return the ranks' shards of a full tensor."""
         ranks = self.classes.representatives(self.classes.of_spec(spec))
-        return [shard_leaf(x, spec, self.mesh, rank) for rank in ranks]
+        everywhere = spec.replace(owner={})  # a value of one rank is computed once, like one that all ranks hold
+        return [shard_leaf(x, everywhere, self.mesh, rank) for rank in ranks]
 
     def whole(self, handle: SimulatedValue, spec: P, whose: str = "") -> torch.Tensor:
         """Build the full tensor from the ranks' shards."""

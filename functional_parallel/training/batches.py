@@ -13,6 +13,7 @@ from .. import _torch
 from ..data import batch_signature, check_same_call
 from ..functions import LocalFunction, PyTree, bind_positional
 from ..program import BaseProgram
+from ..requests import owners_of
 from ..runtime import Runtime, default_runtime
 
 __all__ = ["BatchInputs", "check_same", "tensors_of"]
@@ -32,6 +33,11 @@ class BatchInputs:
 
     def __init__(self, f: LocalFunction, mesh: Mesh, own: bool) -> None:
         self.f, self.mesh, self.own = f, mesh, own
+        for axis, rank in owners_of(f.layout).items() if own else ():
+            raise ValueError(
+                f"train_step(batch='own') takes each rank's shard of the batch, but rank {rank} of {axis!r} is the "
+                "master, which scatters the batch itself: use batch='global', or leave master= out of the plan"
+            )
 
     def by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """Return the arguments after the parameters by position. Keyword arguments are bound to their positions."""

@@ -165,6 +165,6 @@ def _all_finite(handle: T) -> bool:
         return all(map(_all_finite, handle.parts.values()))
     if isinstance(handle, list):
         return all(map(_all_finite, handle))
-    if not isinstance(handle, torch.Tensor) or not (handle.is_floating_point() or handle.is_complex()):
+    if not isinstance(handle, torch.Tensor) or handle.is_meta:  # what another rank holds
         return True
-    return bool(torch.isfinite(handle).all())
+    return not (handle.is_floating_point() or handle.is_complex()) or bool(torch.isfinite(handle).all())

@@ -19,7 +19,7 @@ from sharding_specs import P
 from .. import random
 from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value
 from ..optim import Optimizer, scheduled_rates, skips_untrained
-from ..requests import StateRequest, Update, split_state, state_requests, with_leaves
+from ..requests import StateRequest, Update, owners_of, split_state, state_requests, with_leaves
 from .options import StepOptions
 from .untrained import old_params, old_state, old_weights, report_untrained, untrained, without
 from .update import (
@@ -98,7 +98,8 @@ class LocalTrainStep:
 
     def _metric_specs(self, metrics: Metrics) -> SpecTree:
         aux = None if metrics.aux is None else self.f.results[1]
-        return optree.tree_map(lambda _: P(), metrics._replace(aux=None))._replace(aux=aux)
+        spec = P(owner=owners_of(self.f.layout))
+        return optree.tree_map(lambda _: spec, metrics._replace(aux=None))._replace(aux=aux)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class _StepOnShards:
             value = result[0] if has_aux else result
             for each, held in zip(self.requests, leaves, strict=True):
                 value = each.loss(value, held)
-            return (value, result), (P(), f.results)
+            return (value, result), (P(owner=owners_of(f.layout)), f.results)
 
         gradients, (_, value) = grad_and_value(LocalFunction(call, f.layout, f.name), has_aux=True)(params, *batch)
         return (gradients, *value) if has_aux else (gradients, value, None)
@@ -201,5 +202,7 @@ class _StepOnShards:
 
 
 def _norm(gradients: PyTree, places: StepLayout) -> torch.Tensor:
+    if places.owners:
+        return global_norm(gradients, places.counted, places.owners)
     parts = optree.tree_map(shard_for_update, gradients, places.counted, places.update, none_is_leaf=True)
     return global_norm(parts, places.counted)

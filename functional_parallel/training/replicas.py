@@ -21,7 +21,7 @@ from ..functions import Layout, LocalFunction, PyTree, SpecTree
 from ..ir import is_trained
 from ..optim import like_params
 from ..pipelines import pipeline_of
-from ..requests import Replicas, ReplicaState, flat_update, state_requests
+from ..requests import Replicas, ReplicaState, flat_update, owners_of, state_requests
 from .local_step import Metrics
 from .update import StepLayout
 
@@ -84,7 +84,8 @@ def replica_specs(
         return spec.replace([request.axis, *spec.dims], padded=padded)
 
     kept, optimizer = optree.tree_map(rows, (places.kept, specs))
-    return ReplicaState(kept, optimizer, like_params(state.outer, params, places.kept), P(request.axis), P())
+    loss = P(request.axis, owner=places.owners)
+    return ReplicaState(kept, optimizer, like_params(state.outer, params, places.kept), loss, P())
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def on_replicas(
             done, shown = _Exchange(params, new, replicas.outer), Metrics(None, None)  # type: ignore[arg-type]  # without exchange
         replica, optimizer = optree.tree_map(_as_row, (done.replica, optimizer))
         after = (done.params, ReplicaState(replica, optimizer, done.outer, loss, steps)), shown
-        shown_specs = Metrics(*(None if each is None else P() for each in shown))  # type: ignore[arg-type]
+        shown_specs = Metrics(*(None if each is None else P(owner=owners_of(layout)) for each in shown))  # type: ignore[arg-type]
         return after, (specs, shown_specs)
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:

@@ -40,15 +40,18 @@ from ..passes import GatherPlacement, ReduceScatterFirst
 from ..quantities import is_positive_int
 from ..requests import (
     DataAxis,
+    Master,
     NormSharding,
     Order,
     RunPass,
     UpdateSharding,
     divided_specs,
     flat_update,
+    owners_of,
     requested_passes,
     update_specs,
 )
+from ..rules import Owned
 from ..tracing import recorder
 from .transform import Transform
 
@@ -91,22 +94,67 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
 
 
 @explain_keywords
-def data_parallel(axis: str, *, batch: SpecTree = None, strict: bool = False) -> Transform:
-    """Split the batch over an axis and sum the gradients: `zero(0, axis)`.
+def data_parallel(axis: str, *, master: int | None = None, batch: SpecTree = None, strict: bool = False) -> Transform:
+    """Split the batch over an axis and sum the gradients: `zero(0, axis)`. With a master, torch's `DataParallel`.
+
+    The master alone has the batch, the parameters, the optimizer's state and its update. A step has five exchanges,
+    where the other one sums gradients on all ranks. The batch is scattered, parameters are broadcast, outputs are
+    gathered, gradients of outputs are scattered, and gradients of parameters are reduced to the master.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
     >>> step = fp.compile(fp.grad_and_value(fp.data_parallel("data")(lambda w, x: (x @ w).mean())), Mesh(data=2))
     >>> step(torch.ones(2), torch.ones(4, 2))
     (tensor([1., 1.]), tensor(2.))
+    >>> plan = fp.data_parallel("data", master=0)
+    >>> step = fp.compile(fp.grad(plan(lambda w, x: (x @ w).exp().sum().log())), Mesh(data=2))
+    >>> step(torch.ones(2), torch.ones(4, 2)).round(decimals=4)
+    tensor([1., 1.])
+    >>> [one.kind for one in step.program.collectives()]
+    ['scatter', 'broadcast', 'gather', 'scatter', 'reduce']
 
     Args:
         axis: the mesh axis.
+        master: index of the rank that holds everything between steps, or None. The outputs are the ranks' parts of
+            the loss, or what the model marks by `fp.outputs`. The batch may be uneven: the first ranks then get one
+            sample more.
         batch: specs of the arguments after the parameters: one spec (or tree of specs) for all of them, or a tuple
             with one per argument. By default, dim 0 of every tensor that has one is sharded.
         strict: raise an error for an op without a sharding rule.
+
+    Raises:
+        ValueError: if `master` is not the index of a rank, or, with a master, if another transform shards the
+            training state (ZeRO), has another master, or is a pipeline.
     """
-    return _zero(0, _Sharding(axis, f"data_parallel({axis!r})"), batch, strict)
+    sharding = _Sharding(axis, f"data_parallel({axis!r})")
+    return _zero(0, sharding, batch, strict) if master is None else _with_master(axis, master, batch, strict)
+
+
+def _with_master(axis: str, master: int, batch: SpecTree, strict: bool) -> Transform:
+    name = f"data_parallel({axis!r}, master={master!r})"
+    if isinstance(master, bool) or not isinstance(master, int) or master < 0:
+        raise ValueError(f"{name}: the master is the index of a rank along {axis!r}, 0 or more")
+
+    def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+        size = axis_mesh().axis_size(axis)
+        if master >= size:
+            raise ValueError(f"{name}: {axis!r} has {size} ranks, 0 … {size - 1}; take one of them as the master")
+        return (P(), *batch_arg_specs(args, batch, P(axis)))
+
+    def apply(f: Callable[..., PyTree]) -> LocalFunction:
+        inner = layout_of(f)
+        data = [each.axis for each in inner.all(DataAxis)] + [*owners_of(inner)]
+        if data:
+            raise ValueError(
+                f"{name} stands outside of {' → '.join(inner.describe)}, which splits the batch over {data[0]!r} "
+                "already and decides who holds the training state: a plan with a master has one data axis; make the "
+                "mesh's data axes one axis, or leave master= out"
+            )
+        local = Partitioning(name, axis, in_specs, strict=strict, owner=Owned(master)).apply(f)
+        shards = _ShardDimChooser(_Sharding(axis, name), _taken(inner))
+        return local.requesting(NormSharding(shards), Master(axis, master))
+
+    return Transform(name, axis, Order.DATA, apply)
 
 
 @explain_keywords
@@ -214,6 +262,11 @@ def _zero(
 
     def apply(f: Callable[..., PyTree]) -> LocalFunction:
         inner = layout_of(f)
+        for held, rank in owners_of(inner).items():
+            raise ValueError(
+                f"{name} stands outside of {' → '.join(inner.describe)}: rank {rank} of {held!r} holds all training "
+                f"state there, so none of it is sharded or replicated over {axis!r}; leave master= out to use {name}"
+            )
         at_rest = _ShardDimChooser(sharding, _taken(inner))
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from ..collectives import MICROBATCH
 from ..errors import PipelineError
-from ..functions import LocalFunction, SpecTree, as_local_function, explain_keywords
+from ..functions import LocalFunction, SpecTree, as_local_function, explain_keywords, layout_of
 from ..ir import source
 from ..pipelines import BALANCES, CutSpec, PipelineRequest, Stacks, unstacked
-from ..requests import Microbatches, Order
+from ..requests import Microbatches, Order, owners_of
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
 from .microbatched import microbatched
 from .parallel import Rules, parameter_specs
@@ -104,6 +104,11 @@ def pipeline(
                 "as many times more microbatches"
             )
         inner = f
+        if owners_of(layout_of(f)):
+            raise PipelineError(
+                f"{name} stands outside of {f!r}, where one rank holds all parameters; a pipeline's ranks hold those "
+                "of their own stages: leave master= out"
+            )
         if stacks is not None:
             inner = unstacked(f if isinstance(f, LocalFunction) else as_local_function(f), stacks)
         local = microbatched(inner, batch, name)

@@ -16,7 +16,7 @@ from torch import Tensor
 from functional_parallel import collectives as fp
 from functional_parallel.collectives import State, reference
 
-V, I, U, R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED  # noqa: E741 - the names of the types
+V, I, U, R, O = State  # noqa: E741 - the names of the types
 
 SIZES = {"a": 2, "b": 3}
 SHAPE = (6, 12)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_parallel as fp
+from functional_parallel.collectives import apply_primitive
 from functional_parallel.program.collectives import COMMUNICATING
 from functional_parallel.runtime.algorithms import ALGORITHMS
 from functional_parallel.runtime.algorithms.algorithm_group import ROLL_CALL
@@ -38,16 +39,23 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "pmax": lambda x: fp.pmax(x, "i"),
     "pmin": lambda x: fp.pmin(x, "i"),
     "pbroadcast": lambda x: fp.pbroadcast(x, "i", SOURCE),
+    "broadcast": lambda x: apply_primitive("broadcast", x, ("i",), SOURCE, "varying"),
+    "scatter": lambda x: apply_primitive("scatter", x, ("i",), 0, SOURCE),
+    "gather": lambda x: apply_primitive("gather", x, ("i",), 0, SOURCE),
+    "reduce": lambda x: apply_primitive("reduce", x, ("i",), SOURCE, "varying"),
 }
+ON_SOURCE = P(owner={"i": SOURCE})
 REPLICATED = ("psum", "pmax", "pmin", "pbroadcast")
 SETTINGS = [name for name in ("backend", *ALGORITHMS) if name != "two_level"]  # which needs several hosts
 
 
 def counted(kind: str, ranks: int) -> int:
     """The bytes that a program with this collective counts for one rank."""
-    out = P() if kind in REPLICATED else P("i")
-    program = fp.shard_map(KINDS[kind], Mesh(i=ranks), in_specs=P("i"), out_specs=out)
-    found = program.lower(torch.empty(ranks * ELEMENTS, dtype=torch.float64, device="meta"))
+    from_owner, to_owner = kind in ("broadcast", "scatter"), kind in ("gather", "reduce")
+    out = P() if kind in REPLICATED else ON_SOURCE if to_owner else P("i")
+    program = fp.shard_map(KINDS[kind], Mesh(i=ranks), in_specs=ON_SOURCE if from_owner else P("i"), out_specs=out)
+    elements = ELEMENTS if from_owner else ranks * ELEMENTS
+    found = program.lower(torch.empty(elements, dtype=torch.float64, device="meta"))
     (row,) = found.explain().rows
     assert {(kind, ("i",)): row.bytes} == found.bytes_sent() == found.price().bytes_sent()
     return int(row.bytes)
@@ -156,8 +164,10 @@ def is_written_once(name: str, kind: str, ranks: int) -> bool:
 
 
 def sends(kind: str, rank: int) -> bool:
-    """Two ranks exchange in the ppermute, and one is the source of the broadcast."""
-    return {"ppermute": rank < 2, "pbroadcast": rank == SOURCE}.get(kind, True)
+    """Two ranks exchange in the ppermute, and one is the source of a broadcast, or the root of a reduction."""
+    is_source = rank == SOURCE
+    from_or_to_one = {"pbroadcast": is_source, "broadcast": is_source, "scatter": is_source}
+    return {"ppermute": rank < 2, **from_or_to_one, "gather": not is_source, "reduce": not is_source}.get(kind, True)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

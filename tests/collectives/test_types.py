@@ -7,7 +7,7 @@ import pytest
 from functional_parallel.collectives import State, Type, dual, result_type, source_state
 from functional_parallel.errors import CollectiveTypeError
 
-from .cases import I, R, U, V
+from .cases import I, O, R, U, V
 
 ACCEPTED = [
     ("psum", {}, V, I),
@@ -23,6 +23,13 @@ ACCEPTED = [
     ("pmax", {}, V, I),
     ("pmin", {}, V, I),
     ("pbroadcast", {}, V, I),
+    ("broadcast", {"dst": "varying"}, O, V),
+    ("broadcast", {"dst": "invariant"}, O, I),
+    ("broadcast", {"dst": "reduced"}, O, R),
+    ("scatter", {}, O, V),
+    ("gather", {}, V, O),
+    ("reduce", {}, V, O),
+    ("reduce", {}, U, O),
     ("pcast", {"dst": "varying"}, I, V),
     ("pcast", {"dst": "reduced"}, I, R),
     ("pcast", {"dst": "varying"}, R, V),
@@ -62,6 +69,7 @@ def test_everything_else_is_refused_with_a_fix(operation: str, dst: str, state: 
 @pytest.mark.parametrize(
     "operation, state, fix",
     [
+        ("psum", O, "in_specs=P() of fp.shard_map"),
         ("psum", I, "x * fp.axis_size('a')"),
         ("psum_scatter", I, "fp.pscatter(x, 'a', dim)"),
         ("pscatter", U, "fp.psum_scatter(x, 'a', dim)"),

@@ -78,7 +78,7 @@ def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor
                 return result, result.ndim - 1
             values = _values_of_ranks(operation, x, x_dim, info.batch_size, axes, params)
             results = reference.apply_reference(operation, values, *params)
-            if (leaves or State(params[-1])) in (State.INVARIANT, State.REDUCED):
+            if (leaves or State(params[-1])) in (State.INVARIANT, State.REDUCED, State.OWNED):
                 return results[0], None
             return torch.stack(results), 0
 

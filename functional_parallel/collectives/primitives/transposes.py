@@ -79,6 +79,35 @@ define("ppermute", State.VARYING, _ppermute)
 define("pbroadcast", State.INVARIANT, _pbroadcast)
 
 
+# --- From and to a value that one rank owns ---
+
+
+def _broadcast(cotangent: Tensor, axes: Axes, owner: int, dst: str) -> Tensor:
+    """Sum the ranks' separate gradients on the owner. To Invariant, take the owner's, since all ranks have the same."""
+    if dst == "invariant":
+        cotangent = _pbroadcast(cotangent, axes, owner)
+    return apply_primitive("reduce", cotangent, axes, owner, "unreduced" if dst == "reduced" else "varying")
+
+
+def _reduce(cotangent: Tensor, axes: Axes, owner: int, src: str) -> Tensor:
+    """Broadcast to Varying, or to Reduced if src was Unreduced."""
+    return apply_primitive("broadcast", cotangent, axes, owner, "reduced" if src == "unreduced" else "varying")
+
+
+def _scatter(cotangent: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
+    return apply_primitive("gather", cotangent, axes, dim, owner)
+
+
+def _gather(cotangent: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
+    return apply_primitive("scatter", cotangent, axes, dim, owner)
+
+
+define("broadcast", None, _broadcast)
+define("reduce", State.OWNED, _reduce)
+define("scatter", State.VARYING, _scatter)
+define("gather", State.OWNED, _gather)
+
+
 # --- Casts: they send nothing, but their transposes may ---
 
 _OF_CASTS = {

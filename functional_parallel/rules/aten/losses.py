@@ -116,9 +116,9 @@ def _local_likelihood(
     if not step.splits("n"):
         return losses.sum() / total, total
     if MICROBATCH in (axis, *hidden_axes()):  # the count must not wait for the forward
-        total = fp.psum(total, axis)
-        return fp.psum(losses.sum(), axis) / total, total
-    loss, total = fp.psum(torch.stack([losses.sum(), total]), axis).unbind()  # both sums in one collective
+        total = step.summed(total)
+        return step.summed(losses.sum()) / total, total
+    loss, total = step.summed(torch.stack([losses.sum(), total])).unbind()  # both sums in one collective
     return loss / total, total
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
 from ...ir import info, tensor_operands
 from ...tracing import STRAIGHT_THROUGH
@@ -51,7 +50,7 @@ def _decide_quotient(step: OpContext) -> OpSharding | None:
 def _local_quotient(step: OpContext, a: Tensor, b: Tensor, **kwargs: str | None) -> Tensor:
     if step.decision.operands != (PARTIAL, PARTIAL):
         return step.run(a, b, **kwargs)
-    a, b = fp.psum(torch.stack([a, b]), step.axis).unbind()
+    a, b = step.summed(torch.stack([a, b])).unbind()
     return step.run(a, b, **kwargs)
 
 

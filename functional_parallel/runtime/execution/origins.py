@@ -170,8 +170,8 @@ def _counts(value: PyTree) -> tuple[int, int, int]:
     """Return the numbers of NaN values, infinite values, and all values."""
     if isinstance(value, (tuple, list)):
         return next((counts for counts in map(_counts, value) if counts[0] or counts[1]), (0, 0, 0))
-    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return (0, 0, 0)
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()) or value.is_meta:
+        return (0, 0, 0)  # a value on the meta device is another rank's
     finite = int(torch.isfinite(value).sum())
     if finite == value.numel():
         return (0, 0, finite)

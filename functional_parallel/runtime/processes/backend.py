@@ -110,7 +110,7 @@ class TorchCollectives:
         chunks: Sequence[Tensor],
         expected: Sequence[int],
         axes: tuple[str, ...],
-        finish: Callable[[list[Tensor]], Tensor],
+        finish: Callable[[list[Tensor]], Result],
     ) -> PendingCollective:
         members = self._groups.over(axes)
         to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]

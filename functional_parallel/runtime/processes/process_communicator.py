@@ -278,6 +278,48 @@ class ProcessCommunicator:
         result: Tensor = self._backend.broadcast("pbroadcast", x, axes, source).wait()
         return result
 
+    # --- values of one rank ---
+
+    def broadcast(self, x: Tensor, axes: tuple[str, ...], owner: int) -> Tensor:
+        held = x if self.axis_index(axes) == owner else self._room(x.shape, x.dtype, axes)
+        result: Tensor = self._backend.broadcast("broadcast", held, axes, owner).wait()
+        return result
+
+    def scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, owner: int) -> Tensor:
+        chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
+        nothing = self._room((0,), x.dtype, axes)
+        to_send = chunks if self.axis_index(axes) == owner else [nothing] * len(chunks)
+        expected = [chunk.numel() if rank == owner else 0 for rank, chunk in enumerate(chunks)]
+
+        def finish(received: list[Tensor]) -> Tensor:
+            return received[owner].reshape(chunks[0].shape)
+
+        result: Tensor = self._backend.all_to_all_unevenly("scatter", nothing, to_send, expected, axes, finish).wait()
+        return result
+
+    def gather(self, x: Tensor, axes: tuple[str, ...], dim: int, owner: int) -> Tensor:
+        return torch.cat(self._collected("gather", x, axes, owner), dim)
+
+    def reduce(self, x: Tensor, axes: tuple[str, ...], owner: int) -> Tensor:
+        return reference.psum(self._collected("reduce", x, axes, owner), self._accumulation_dtype(x.dtype))[0]
+
+    def _collected(self, operation: str, x: Tensor, axes: tuple[str, ...], owner: int) -> list[Tensor]:
+        """Return the values of all ranks, on the owner, and tensors without memory on the others."""
+        ranks, is_owner = len(self._groups.over(axes).ranks), self.axis_index(axes) == owner
+        to_send = [x if rank == owner else x.new_empty(0) for rank in range(ranks)]
+        expected = [x.numel() if is_owner else 0] * ranks
+
+        def finish(received: list[Tensor]) -> list[Tensor]:
+            return [part.reshape(x.shape) if is_owner else x.to("meta") for part in received]
+
+        result: list[Tensor] = self._backend.all_to_all_unevenly(operation, x, to_send, expected, axes, finish).wait()
+        return result
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype, axes: tuple[str, ...]) -> Tensor:
+        """Return memory to receive a value that this rank knows only by its shape."""
+        is_nccl = self._groups.over(axes).backend == "nccl"
+        return torch.empty(shape, dtype=dtype, device="cuda" if is_nccl else "cpu")
+
     def axis_index(self, axes: tuple[str, ...]) -> int:
         return self.mesh.axis_index(self.rank, axes)
 

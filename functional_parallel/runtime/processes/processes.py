@@ -24,9 +24,9 @@ from sharding_specs import Mesh, P, shard_leaf, whole_shape
 from ... import _torch
 from ...checker import run_typed
 from ...collectives import DimSplit, apply_primitive
-from ...errors import CollectiveError, InputMismatchError, LaunchError, ProgramMismatchError
+from ...errors import CollectiveError, InputMismatchError, LaunchError, LayoutError, ProgramMismatchError
 from ...ir import checksum, first_difference, hollow, sample_hash
-from ...program import Program
+from ...program import Program, has_owner
 from ...rules import REPLICATED, Shard, convert
 from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names, waiting
 from ..execution import Log, Origin
@@ -105,6 +105,8 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """Return this rank's shard of a full tensor."""
         part = shard_leaf(x, spec, self.mesh, self.rank)
+        if part.is_meta:  # another rank holds it
+            return part
         return (
             part.to(self.device)
             if _torch.has_functorch_level([x])
@@ -124,9 +126,12 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         """Gather the full tensor on every rank. `whose` describes it to the other ranks."""
         placements = sorted(spec.placements(self.mesh), key=lambda placement: placement.outer)
         split = [placement for placement in placements if self.mesh.axis_size(placement.axis) > 1]
-        if split or spec.unreduced:
+        owners = {axis: owner for axis, owner in spec.owner.items() if self.mesh.axis_size(axis) > 1}
+        if split or spec.unreduced or owners:
             with self.turn, self.carrier.bound():
                 self.carrier.doing.begin(READS + whose)
+                for axis, owner in owners.items():
+                    handle = self.carrier.broadcast(handle, (axis,), owner)
                 if spec.unreduced:
                     handle = apply_primitive("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
                 for axis, dim, outer in split:
@@ -139,7 +144,8 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
         """Return a tensor of the global shape, without memory."""
-        result: torch.Tensor = hollow(handle, whole_shape(handle.shape, spec, self.mesh))
+        like = torch.empty((), dtype=handle.dtype, device=self.device) if handle.is_meta else handle
+        result: torch.Tensor = hollow(like, whole_shape(handle.shape, spec, self.mesh))
         return result
 
     def declared(self, handle: torch.Tensor, made: P, spec: P) -> torch.Tensor:
@@ -163,6 +169,11 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         with self.turn, self.carrier.bound():
             derived = _torch.has_functorch_level(handles)
             self.begin(program, batch, whose + _DERIVED * derived)
+            if derived and has_owner(program.in_specs, self.mesh):
+                raise LayoutError(
+                    f"{program.name}: a compiled program with a master is not differentiated on processes, because the "
+                    "other ranks hold nothing to differentiate by; compile the derivative, fp.grad(plan(loss))"
+                )
             if derived:
                 return run_typed(program.traced, handles)
             with torch.no_grad():

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ir import info, primitive_name
+from ...ir import Aval, info, primitive_name
 from ...ops import PACK, UNPACK, UNPACK_INTO
 from ...program import (
+    OWNED,
     STARTED,
     Program,
     is_only_use_of_own_memory,
@@ -45,6 +46,7 @@ class RankProgram:
         else:
             traced, readers = program.traced, readers_before_writes(program.traced)
             order = overlapped(traced, readers)
+        self._absent = program.absent(carrier.rank) if traced is program.traced else frozenset()
         self._readers = readers
         pairs = itertools.pairwise(order)
         self._packed_when_sent = {node: after for node, after in pairs if self._only_sends(after, node)}
@@ -66,6 +68,8 @@ class RankProgram:
 
     def _line(self, node: fx.Node, writer: Writer) -> str:
         name = primitive_name(node)
+        if node in self._absent and name not in OWNED:
+            return writer.constant(_without_memory(node))
         text = writer.names.__getitem__
         if name is not None and self._is_started(node):
             writer.pending.add(node)
@@ -146,8 +150,10 @@ class RankProgram:
         return f"{source}: `{source.text}`" if source is not None else self.program.name
 
     def _collective(self, node: fx.Node, name: str) -> Callable[..., torch.Tensor]:
-        target = node.target
-        arguments = node.args if name == "axis_index" else node.args[1:]
+        target, arguments = node.target, node.args if name == "axis_index" else node.args[1:]
+        if name in OWNED:  # without torch's dispatcher, for which the operand of some ranks is on another device
+            target = getattr(self.carrier, name)
+            arguments = [tuple(node.args[1]), *(param for param in node.args[2:] if not isinstance(param, str))]
         where = self._where(node)
 
         def call(*operand: torch.Tensor) -> torch.Tensor:
@@ -159,6 +165,12 @@ class RankProgram:
                 self.carrier.where = ""
 
         return call
+
+
+def _without_memory(node: fx.Node) -> torch.Tensor | None:
+    """Return a stand-in for a value that another rank holds: its shape on the meta device."""
+    found = info(node).val
+    return torch.empty(found.shape, dtype=found.dtype, device="meta") if isinstance(found, Aval) else None
 
 
 def _old_values(collective: fx.Node) -> list[fx.Node | None]:

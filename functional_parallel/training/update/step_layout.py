@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...requests import (
     SummedApart,
     UpdateSharding,
     flat_update,
+    owners_of,
     split_state,
     update_specs,
     with_leaves,
@@ -49,6 +50,7 @@ class StepLayout:
         update: layout of the parameters in the optimizer's update.
         counted: layout of the gradients for the sum of squares of their norm.
         frozen: for each leaf of the parameters, whether the optimizer freezes it.
+        owners: axes along which one rank holds parameters, gradients and state, with its index.
     """
 
     params: PyTree
@@ -60,6 +62,7 @@ class StepLayout:
     update: SpecTree
     counted: SpecTree
     frozen: tuple[bool, ...]
+    owners: Mapping[str, int] = field(default_factory=dict)
 
     def state(self, state: PyTree, optimizer: Optimizer, requests: Sequence[StateRequest]) -> SpecTree:
         """Return the specs of a packed state of full tensors.
@@ -71,7 +74,10 @@ class StepLayout:
         by_itself = getattr(optimizer, "specs", None)  # a user's own pair may lack it
         specs = self._like_params(own) if by_itself is None else by_itself(self.params, self.update)
         added = [each.specs(held, self._like_params) for each, held in zip(requests, leaves, strict=True)]
-        return with_leaves(specs, requests, added)
+        found = with_leaves(specs, requests, added)
+        if not self.owners:
+            return found
+        return optree.tree_map(lambda spec: spec.replace(owner=self.owners), broadcast_specs(found, state))
 
     def _like_params(self, tree: PyTree) -> SpecTree:
         return like_params(tree, self.packing.like, self.update)
@@ -115,9 +121,10 @@ def find_step_layout(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer
         if stacks is not None:
             stacks.require_elementwise(optimizer, shapes, partial(_beyond_layers, optimizer))
         update = _split_over(update_specs(f), shapes, kept, mesh)
-        counted = _split_over(None if norm is None else norm.specs, shapes, update, mesh)
-        constants = _decided(f, shapes, optimizer, "constants", None)
-        return StepLayout(shapes, NoPacking(shapes, constants), compute, kept, compute, kept, update, counted, frozen)
+        everywhere = optree.tree_map(lambda spec: spec.replace(owner={}), update)
+        counted = _split_over(None if norm is None else norm.specs, shapes, everywhere, mesh)
+        packed = NoPacking(shapes, _decided(f, shapes, optimizer, "constants", None))
+        return StepLayout(shapes, packed, compute, kept, compute, kept, update, counted, frozen, owners_of(f))
 
 
 def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:

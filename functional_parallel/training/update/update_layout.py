@@ -6,6 +6,9 @@ an all-gather collects the new parameters.
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 import optree
@@ -88,22 +91,39 @@ def filled(x: torch.Tensor, axes: str | tuple[str, ...], dim: int, update: P) ->
     return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
 
 
-def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
+def global_norm(gradients: PyTree, specs: SpecTree, owners: Collection[str] = ()) -> torch.Tensor:
     """Return the norm of all gradients. Each element is counted once, with one psum per set of axes.
+
+    Along the axes of `owners` one rank holds all shards. It adds their squares in the order in which a psum does.
 
     Raises:
         ValueError: if there is no gradient.
     """
-    counted: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    counted: dict[tuple[str, ...], list[tuple[torch.Tensor, P]]] = {}
     leaves = optree.tree_leaves(specs, none_is_leaf=True)  # a parameter that is None has no spec
     for gradient, spec in zip(optree.tree_leaves(gradients, none_is_leaf=True), leaves, strict=True):
         if gradient is not None:
-            counted.setdefault(tuple(sorted(spec.axes)), []).append(gradient)
+            counted.setdefault(tuple(sorted(spec.axes)), []).append((gradient, spec))
     if not counted:
         raise ValueError("no parameter is a floating tensor, so there is nothing to train")
-    squares = {axes: sum_of_squares(counted[axes]) for axes in sorted(counted)}
-    sums = [psum(square, axes) if axes else square for axes, square in squares.items()]
+    sums = [_summed_squares(counted[axes], axes, owners) for axes in sorted(counted)]
     total = sums[0]
     for square in sums[1:]:
         total = total + square.to(total.dtype)
     return total.sqrt()
+
+
+def _summed_squares(
+    gradients: Sequence[tuple[torch.Tensor, P]], axes: Sequence[str], owners: Collection[str]
+) -> torch.Tensor:
+    split = [axis for axis in axes if axis not in owners]
+    own = [axis for axis in axes if axis in owners]
+    shards = [[gradient] if not own else _shards(gradient, spec, own[0]) for gradient, spec in gradients]
+    square = functools.reduce(operator.add, (sum_of_squares(of_rank) for of_rank in zip(*shards, strict=True)))
+    return psum(square, split) if split else square
+
+
+def _shards(gradient: torch.Tensor, spec: P, axis: str) -> list[torch.Tensor]:
+    """Return the shards of all ranks along an axis."""
+    dim = next(dim for dim, axes in enumerate(spec.dim_axes()) if axis in axes)
+    return [shard.contiguous() for shard in filled(gradient, axis, dim, spec).chunk(axis_size(axis), dim)]
