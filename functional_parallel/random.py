@@ -221,9 +221,7 @@ def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tupl
 # -----------------------------------------------------------------------------
 
 _library = torch.library.Library("fp", "FRAGMENT")
-_library.define(
-    "uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits) -> Tensor",
-)
+_library.define("uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits) -> Tensor")
 
 
 def _uniform(

@@ -223,13 +223,7 @@ def warmup_cosine_lr(
 
 
 def one_cycle(
-    low: float,
-    high: float,
-    first: int,
-    second: int | None = None,
-    *,
-    decay: float = 0.0,
-    decay_every: int = 0,
+    low: float, high: float, first: int, second: int | None = None, *, decay: float = 0.0, decay_every: int = 0
 ) -> Rate:
     """DeepSpeed's OneCycle (Smith, arXiv 1803.09820): increase, decrease, then a slow hyperbolic decay.
 
