@@ -8,40 +8,19 @@ bound of 0 every update takes one gradient of each rank: synchronous training.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ..functions import PyTree
-from .messages import Message, Rules
+from .messages import Message, Node
 
 __all__ = ["Central"]
 
 
 @dataclass(frozen=True)
-class Central:
-    """Node of a parameter server.
+class Central(Node):
+    """Node of a parameter server."""
 
-    Attributes:
-        rules: what is fixed for the run.
-        rank: the rank of the server.
-        params, optimizer: weights and optimizer state.
-        working: version of the weights of each rank that is at work.
-        version: number of updates.
-        pending: pushes that wait for an update.
-        ended: ranks that died or left, with that word.
-    """
-
-    rules: Rules
-    rank: int
-    params: PyTree
-    optimizer: PyTree
-    working: Mapping[int, int]
-    version: int = 0
-    pending: tuple[Message, ...] = ()
-    ended: Mapping[int, str] = field(default_factory=dict)
-
-    @property
-    def weights(self) -> tuple[int, PyTree]:
-        return self.version, self.params
+    working: Mapping[int, int]  # version of the weights of each rank that is at work
+    pending: tuple[Message, ...] = ()  # pushes that wait for an update
 
     def handle(self, message: Message) -> tuple[Central, list[Message]]:
         rank = message.source
@@ -62,15 +41,10 @@ class Central:
         params, optimizer = self.rules.update(gradients, self.optimizer, self.params)
         version = self.version + 1
         pushes = sorted((each for each in self.pending if each.source not in self.ended), key=lambda each: each.source)
-        replies = [self._reply(each, params, version) for each in pushes]
         working = {**self.working, **{each.source: version for each in pushes}}
         node = replace(self, params=params, optimizer=optimizer, version=version, working=working, pending=())
+        replies = [node.reply(each.source, self.version - each.numbers["version"]) for each in pushes]
         return node, replies if node.working else node._final()
-
-    def _reply(self, push: Message, params: PyTree, version: int) -> Message:
-        staleness = self.version - push.numbers["version"]
-        numbers = {"version": version, "staleness": staleness, "ended": self.ended, "dropped": 0}
-        return Message("reply", self.rank, push.source, params, numbers)
 
     def _final(self) -> list[Message]:
         numbers = {"version": self.version, "ended": self.ended}

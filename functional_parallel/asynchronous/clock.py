@@ -41,11 +41,7 @@ class Clock:
             raise ValueError(f"{self!r}: jitter is a number of at least 0 and below 1")
 
     def require(self, ranks: int) -> None:
-        """Check that there is a number for each rank.
-
-        Raises:
-            ValueError: if there is not.
-        """
+        """Check that there is a number for each rank."""
         if isinstance(self.seconds, Sequence) and len(self.seconds) != ranks:
             raise ValueError(f"{self!r}: {len(self.seconds)} numbers of seconds for {ranks} ranks; give one for each")
 

@@ -11,20 +11,14 @@ import torch
 
 from ..functions import PyTree
 
-__all__ = ["Template", "decoded", "encoded"]
+__all__ = ["decoded", "encoded"]
 
-Template = PyTree
 _ALIGNED = 16  # bytes, as the widest dtype
 _PADDING = memoryview(bytes(_ALIGNED))
 
 
 def encoded(tree: PyTree) -> tuple[list[memoryview], list[Any] | None, Any]:
-    """Return the bytes of the tensors, their descriptions, and what has to live until they are sent.
-
-    >>> parts, described, _ = encoded({"w": torch.ones(3), "count": 2})
-    >>> sum(part.nbytes for part in parts), described
-    (16, [['float32', [3]]])
-    """
+    """Return the bytes of the tensors, their dtypes and shapes, and what has to live until they are sent."""
     if tree is None:
         return [], None, None
     tensors = [leaf.detach().cpu().contiguous() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
@@ -37,13 +31,8 @@ def encoded(tree: PyTree) -> tuple[list[memoryview], list[Any] | None, Any]:
     return parts, [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors], tensors
 
 
-def decoded(described: Sequence[Any] | None, body: bytearray, template: Template) -> PyTree:
-    """Return a tree like the template with the tensors of a message, on the template's devices.
-
-    >>> parts, described, _ = encoded({"w": torch.ones(3), "count": 2})
-    >>> decoded(described, bytearray(b"".join(parts)), {"w": torch.zeros(3), "count": 2})
-    {'w': tensor([1., 1., 1.]), 'count': 2}
-    """
+def decoded(described: Sequence[Any] | None, body: bytearray, template: PyTree) -> PyTree:
+    """Return a tree like the template with the tensors of a message, on the template's devices."""
     if described is None:
         return None
     leaves, tree = optree.tree_flatten(template)

@@ -21,17 +21,9 @@ _SECRET = 32  # characters
 def connected(
     rank: int, linked: Callable[[int], Collection[int]], exchange: Callable[[Any, str], list[Any]]
 ) -> dict[int, socket.socket]:
-    """Return a connection to each rank that this one exchanges messages with. All ranks call this.
-
-    Args:
-        rank: this rank.
-        linked: returns the ranks that a rank is connected with.
-        exchange: a collective over all ranks, which returns the value of each.
-
-    Raises:
-        CollectiveError: if a rank cannot be reached.
-    """
-    with _listener() as listener:
+    """Return a connection to each rank in `linked(rank)`. All ranks call this: `exchange` is a collective over them."""
+    both: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+    with socket.create_server(("", 0), backlog=4096, **both) as listener:
         listener.settimeout(_SECONDS)
         mine = (own_addresses(), listener.getsockname()[1], host_identity(), secrets.token_hex(_SECRET // 2))
         known = exchange(mine, "to connect for asynchronous training")
@@ -49,12 +41,6 @@ def connected(
         return links
 
 
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=4096)
-
-
 def _reached(rank: int, other: int, known: list[Any]) -> socket.socket:
     addresses, port, host, secret = known[other]
     here = ["127.0.0.1"] if host == known[rank][2] else []
@@ -70,10 +56,7 @@ def _greeted(link: socket.socket, secret: str) -> int:
     """Return the rank at the other end; -1 for a stranger."""
     link.settimeout(_SECONDS / 4)
     hello = b""
-    while len(hello) < _SECRET + 8:
-        data = link.recv(_SECRET + 8 - len(hello))
-        if not data:
-            break
+    while len(hello) < _SECRET + 8 and (data := link.recv(_SECRET + 8 - len(hello))):
         hello += data
     if len(hello) < _SECRET + 8 or not hmac.compare_digest(hello[:_SECRET], secret.encode()):
         link.close()

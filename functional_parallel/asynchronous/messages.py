@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 
@@ -19,55 +20,26 @@ TO_CLIENT = ("reply", "final")  # kinds that a rank's training loop takes; its n
 class Message:
     """Message from one rank to another, or to itself.
 
-    Attributes:
-        kind: "push" has a gradient and "reply" the weights of the next step. "left" and "gone" are about a rank that
-            ended, as planned or not, and "final" has the weights at the end. "gradient", "turn" and "want" are those of
-            the rotating server.
-        source, target: global ranks.
-        tree: gradients, or parameters, or parameters and optimizer state.
-        numbers: what else it says.
+    "push" has a gradient and "reply" the weights of the next step. "left" and "gone" are about a rank that ended, as
+    planned or not, and "final" has the weights at the end. "gradient", "turn" and "want" are those of the rotating
+    server.
     """
 
     kind: str
     source: int
     target: int
-    tree: PyTree = None
+    tree: PyTree = None  # gradients, or parameters, or parameters and optimizer state
     numbers: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Node(Protocol):
-    """What a rank holds for the others, as a value: a message makes a new node, and messages to send."""
-
-    def handle(self, message: Message) -> tuple[Node, list[Message]]:
-        """Return the node after a message, and its own messages, in order."""
-        ...
-
-    @property
-    def weights(self) -> tuple[int, PyTree]:
-        """Version and parameters."""
-        ...
-
-    @property
-    def ended(self) -> Mapping[int, str]:
-        """The ranks that died or left, with that word."""
-        ...
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What is fixed for a run.
-
-    Attributes:
-        ranks: the number of ranks.
-        staleness: the largest number of updates between the weights of a gradient and the update that uses it.
-        update: (gradients, state, params) → (params, state).
-        adds: whether gradients are added, as those of a loss that is a sum; else their mean is weighted by samples.
-    """
+    """What is fixed for a run."""
 
     ranks: int
-    staleness: int
-    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-    adds: bool
+    staleness: int  # the largest number of updates between the weights of a gradient and the update that uses it
+    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]  # (gradients, state, params) → (params, state)
+    adds: bool  # whether gradients are added, as those of a loss that is a sum; else their mean is weighted by samples
 
     def combined(self, pushes: Sequence[Message]) -> PyTree:
         """Return the gradient of several ranks' samples together, added in rank order."""
@@ -75,14 +47,33 @@ class Rules:
         trees, weights = [each.tree for each in ordered], [each.numbers["weight"] for each in ordered]
         if len(trees) == 1:
             return trees[0]
-        if self.adds:
-            return optree.tree_map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
-        first, *rest = weights
 
-        def mean(leaf: Any, *leaves: Any) -> Any:
-            total = leaf * first
-            for weight, each in zip(rest, leaves, strict=True):
-                total = total + each * weight
-            return total / sum(weights)
+        def mean(*leaves: Any) -> Any:
+            first, *rest = (leaf * weight for leaf, weight in zip(leaves, weights, strict=True))
+            return sum(rest, first) / sum(weights)
 
-        return optree.tree_map(mean, *trees)
+        return optree.tree_map((lambda first, *rest: sum(rest, first)) if self.adds else mean, *trees)
+
+
+@dataclass(frozen=True)
+class Node(ABC):
+    """What a rank holds for the others, as a value: a message makes a new node, and messages to send."""
+
+    rules: Rules
+    rank: int
+    params: PyTree
+    optimizer: PyTree
+    version: int = field(default=0, kw_only=True)  # number of the updates, or of the turns, that made the weights
+    ended: Mapping[int, str] = field(default_factory=dict, kw_only=True)  # ranks that died or left, with that word
+
+    @abstractmethod
+    def handle(self, message: Message) -> tuple[Node, list[Message]]:
+        """Return the node after a message, and its own messages, in order."""
+
+    @property
+    def weights(self) -> tuple[int, PyTree]:
+        return self.version, self.params
+
+    def reply(self, target: int, staleness: int | None, dropped: int = 0) -> Message:
+        numbers = {"version": self.version, "staleness": staleness, "ended": self.ended, "dropped": dropped}
+        return Message("reply", self.rank, target, self.params, numbers)

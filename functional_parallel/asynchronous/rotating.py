@@ -12,48 +12,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ..functions import PyTree
-from .messages import Message, Rules
+from .messages import Message, Node
 
 __all__ = ["Rotating"]
 
 
 @dataclass(frozen=True)
-class Rotating:
+class Rotating(Node):
     """Node of one rank.
 
     Turns are numbered, and the number says whose turn it is: rank `turn % ranks`. Turns of ranks that ended are left
-    out. So ranks that know of the same turn agree, whatever else they have not heard of yet.
-
-    Attributes:
-        rules: what is fixed for the run.
-        rank: this rank.
-        params, optimizer: its weights and their optimizer state.
-        alive: ranks that take part.
-        version: the number after that of the turn that updated the weights.
-        turn: the newest turn that this rank knows of.
-        inbox: gradients of others, for a turn of this rank.
-        own: the last gradient of this rank, while its training loop waits.
-        sent: the turn to whose holder `own` was sent.
-        left: weights of ranks that have finished, with their versions.
-        ended: ranks that died or left, with that word.
+    out. So ranks that know of the same turn agree, whatever else they have not heard of yet. The version of a rank's
+    weights is the number after that of the turn that updated them.
     """
 
-    rules: Rules
-    rank: int
-    params: PyTree
-    optimizer: PyTree
-    alive: frozenset[int]
-    version: int = 0
-    turn: int = 0
-    inbox: tuple[Message, ...] = ()
-    own: Message | None = None
-    sent: int = -1
-    left: Mapping[int, tuple[int, PyTree]] = field(default_factory=dict)
-    ended: Mapping[int, str] = field(default_factory=dict)
-
-    @property
-    def weights(self) -> tuple[int, PyTree]:
-        return self.version, self.params
+    alive: frozenset[int]  # ranks that take part
+    turn: int = 0  # the newest that this rank knows of
+    inbox: tuple[Message, ...] = ()  # gradients of others, for a turn of this rank
+    own: Message | None = None  # the last gradient of this rank, while its training loop waits
+    sent: int = -1  # the turn to whose holder `own` was sent
+    left: Mapping[int, tuple[int, PyTree]] = field(default_factory=dict)  # versioned weights of ranks that finished
 
     @property
     def holder(self) -> int:
@@ -65,7 +43,7 @@ class Rotating:
             "push": self._pushed,
             "gradient": self._given,
             "turn": self._told,
-            "want": self._asked,
+            "want": lambda wanted: (self, [self._turn(wanted.source)]),
             "left": self._finished if message.source == self.rank else self._ended,
             "gone": self._ended,
         }
@@ -88,13 +66,11 @@ class Rotating:
             node = replace(node, sent=node.turn)
         return node, sent
 
-    # --- gradients ---
-
     def _pushed(self, push: Message) -> tuple[Rotating, list[Message]]:
         """Take the gradient of this rank's own training loop."""
         if self.holder == self.rank or self.rules.staleness == 0:
             return replace(self, own=push, sent=-1), []
-        return self, [self._gradient(push), self._reply()]
+        return self, [self._gradient(push), self.reply(self.rank, None)]
 
     def _given(self, gradient: Message) -> tuple[Rotating, list[Message]]:
         """Take the gradient of another rank, which may know of a later turn, or not yet of this one."""
@@ -104,8 +80,6 @@ class Rotating:
 
     def _gradient(self, push: Message) -> Message:
         return Message("gradient", push.source, self.holder, push.tree, {**push.numbers, "turn": self.turn})
-
-    # --- turns ---
 
     def _turned(self) -> tuple[Rotating, list[Message]]:
         """Take this rank's turn. Without staleness, first wait for a gradient of every rank by the same weights."""
@@ -120,29 +94,23 @@ class Rotating:
             if self.alive - {self.rank} - ready:
                 return replace(self, inbox=inbox), sent
             inbox = tuple(by_rank[rank] for rank in ready)
-        ages = [(self.turn - self._age(each), each) for each in (self.own, *inbox)]
+        ages = [
+            (self.turn - each.numbers["version"] if self.rules.staleness else 0, each) for each in (self.own, *inbox)
+        ]
         used = [(age, each) for age, each in ages if age <= self.rules.staleness]
         params, optimizer = self.params, self.optimizer
         if used:
             params, optimizer = self.rules.update(self.rules.combined([push for _, push in used]), optimizer, params)
         after = self.turn + 1
         node = replace(self, params=params, optimizer=optimizer, version=after, turn=after, inbox=(), own=None)
-        reply = node._reply(max((age for age, _ in used), default=None), len(ages) - len(used))
+        reply = node.reply(self.rank, max((age for age, _ in used), default=None), len(ages) - len(used))
         node, more = node._settled()
         others = sorted(self.alive - {self.rank}, key=lambda rank: (rank != node.holder, rank))
         return node, [*sent, *(node._turn(rank) for rank in others), *more, reply]
 
-    def _age(self, push: Message) -> int:
-        """Return the turn of which the weights of a gradient are; without staleness, this one."""
-        return self.turn if self.rules.staleness == 0 else int(push.numbers["version"])
-
     def _turn(self, target: int) -> Message:
         weights = (self.params, self.optimizer) if self.rules.staleness == 0 else None
         return Message("turn", self.rank, target, weights, {"turn": self.turn, "version": self.version})
-
-    def _reply(self, staleness: int | None = None, dropped: int = 0) -> Message:
-        numbers = {"version": self.version, "staleness": staleness, "ended": self.ended, "dropped": dropped}
-        return Message("reply", self.rank, self.rank, self.params, numbers)
 
     def _told(self, message: Message) -> tuple[Rotating, list[Message]]:
         """Learn whose turn it is, and without staleness the newest weights."""
@@ -151,12 +119,7 @@ class Rotating:
             return node, []
         params, optimizer = message.tree
         node = replace(node, params=params, optimizer=optimizer, version=message.numbers["version"], own=None)
-        return node, [] if self.own is None else [node._reply(0)]
-
-    def _asked(self, message: Message) -> tuple[Rotating, list[Message]]:
-        return self, [self._turn(message.source)]
-
-    # --- the end of a rank ---
+        return node, [] if self.own is None else [node.reply(self.rank, 0)]
 
     def _ended(self, message: Message) -> tuple[Rotating, list[Message]]:
         rank, left = message.source, dict(self.left)

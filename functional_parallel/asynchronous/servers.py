@@ -88,7 +88,8 @@ def parameter_server(
             f"{name}(inner={inner!r}): it is a number of inner steps, 1 or more; more than 1 need outer=, the "
             "optimizer of the difference that they made, such as fp.optim.sgd(1.0)"
         )
-    computation = _computation(name, loss, optimizer, mesh, plan, outer, int(inner), reduce)
+    planned = _planned(name, loss, optimizer, mesh, plan, reduce)
+    computation = Computation(planned, optimizer, outer, int(inner), reduce == "sum")
     chosen = f"staleness={staleness}, server={server}, inner={inner}, outer={outer!r}, reduce={reduce!r}"
     return AsyncStep(computation, mesh, Method(f"{name}({chosen})", int(staleness), int(server)), clock or Clock())
 
@@ -136,21 +137,14 @@ def rotating_server(
     """
     name, bound = "fp.asynchronous.rotating_server", mesh.size if staleness is None else staleness
     require_staleness(name, bound, mesh.size)
-    computation = _computation(name, loss, optimizer, mesh, plan, None, 1, reduce)
+    computation = Computation(_planned(name, loss, optimizer, mesh, plan, reduce), optimizer, None, 1, reduce == "sum")
     chosen = f"staleness={bound}, reduce={reduce!r}"
     return AsyncStep(computation, mesh, Method(f"{name}({chosen})", int(bound), None), clock or Clock())
 
 
-def _computation(
-    name: str,
-    loss: Callable[..., Any],
-    optimizer: Optimizer,
-    mesh: Mesh,
-    plan: Callable[..., Any] | None,
-    outer: Optimizer | None,
-    inner: int,
-    reduce: str,
-) -> Computation:
+def _planned(
+    name: str, loss: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, plan: Callable[..., Any] | None, reduce: str
+) -> Callable[..., Any]:
     require_arguments(loss, optimizer, mesh, plan)
     if reduce not in ("mean", "sum"):
         raise ValueError(f"{name}(reduce={reduce!r}): it is 'mean' or 'sum', as the loss is of its samples")
@@ -160,4 +154,4 @@ def _computation(
             f"{name}: {planned!r} splits work over {taken[0]!r}, and here each rank computes alone: take transforms "
             "without a mesh axis, such as fp.remat(), or train synchronously with fp.train_step"
         )
-    return Computation(planned, optimizer, outer, inner, reduce == "sum")
+    return planned

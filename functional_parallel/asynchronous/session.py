@@ -20,8 +20,9 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import CollectiveError
+from ..functions import PyTree
 from ..runtime import keep_alive
-from .encoding import Template, decoded, encoded
+from .encoding import decoded, encoded
 from .messages import TO_CLIENT, Message, Node
 
 __all__ = ["Session"]
@@ -38,45 +39,26 @@ class _Peer:
         keep_alive(link)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a small frame waits for an acknowledgement
         link.setblocking(False)
-        self._out: deque[memoryview] = deque()
-        self._kept: deque[Any] = deque()
-        self._head: tuple[int, int] | None = None
+        self.out: deque[tuple[memoryview, Any]] = deque()  # what to send, and what has to live until then
         self._unread = bytearray()
 
     def send(self, header: bytes, parts: list[memoryview], kept: Any) -> None:
-        self._kept.append((kept, len(parts) + 2))
         sizes = _FRAME.pack(len(header), sum(part.nbytes for part in parts))
-        self._out.extend([memoryview(sizes), memoryview(header), *parts])
-
-    @property
-    def has_more(self) -> bool:
-        return bool(self._out)
+        self.out.extend((part, kept) for part in (memoryview(sizes), memoryview(header), *parts))
 
     def write(self) -> None:
         """Send what the connection takes now."""
-        while self._out:
-            part = self._out[0]
-            try:
+        with suppress(BlockingIOError):
+            while self.out:
+                part, kept = self.out[0]
                 sent = self.link.send(part) if part.nbytes else 0
-            except BlockingIOError:
-                return
-            if sent < part.nbytes:
-                self._out[0] = part[sent:]
-                return
-            self._out.popleft()
-            self._release()
-
-    def _release(self) -> None:
-        kept, parts = self._kept.popleft()
-        if parts > 1:
-            self._kept.appendleft((kept, parts - 1))
+                if sent < part.nbytes:
+                    self.out[0] = (part[sent:], kept)
+                    return
+                self.out.popleft()
 
     def read(self) -> list[tuple[bytes, bytearray]]:
-        """Return the messages that have arrived.
-
-        Raises:
-            ConnectionError: if the connection is closed.
-        """
+        """Return the messages that have arrived."""
         with suppress(BlockingIOError):
             data = self.link.recv(_READ)
             if not data:
@@ -95,32 +77,22 @@ class _Peer:
 
 
 class Session:
-    """A rank's part in a run.
-
-    Args:
-        rank: this rank.
-        links: connections to other ranks.
-        node: what this rank holds for the others; None if it holds nothing.
-        templates: by kind of message, a tree like the one that it carries.
-        name: returns a rank's name.
-        server: the rank whose death ends the run; None if there is none.
-        timeout: seconds that the training loop waits for a reply.
-    """
+    """A rank's part in a run. `templates` has, by kind of message, a tree like the one that it carries."""
 
     def __init__(
         self,
         rank: int,
         links: Mapping[int, socket.socket],
-        node: Node | None,
-        templates: Mapping[str, Template],
+        node: Node | None,  # what this rank holds for the others
+        templates: Mapping[str, PyTree],
         name: Callable[[int], str],
-        server: int | None,
-        timeout: float,
+        server: int | None,  # the rank whose death ends the run
+        timeout: float,  # seconds that the training loop waits for a reply
     ) -> None:
         self._timeout = timeout
         self.rank, self._node, self._templates, self._name, self._server = rank, node, templates, name, server
         self._peers = {each: _Peer(each, link) for each, link in links.items()}
-        self._posted, self._replies = queue.SimpleQueue[Message | None](), queue.SimpleQueue[Any]()
+        self._posted, self._replies = queue.SimpleQueue[Message | None](), queue.SimpleQueue[Message | BaseException]()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._begun, self.ended, self.is_over = time.monotonic(), dict[int, str](), False
@@ -128,19 +100,13 @@ class Session:
         self._thread = threading.Thread(target=self._run, name="functional_parallel asynchronous", daemon=True)
         self._thread.start()
 
-    # --- for the training loop ---
-
     @property
     def seconds(self) -> float:
         """Time since the start."""
         return time.monotonic() - self._begun
 
     def exchange(self, message: Message) -> Message:
-        """Send a message and wait for the reply.
-
-        Raises:
-            CollectiveError: if the server died, or nothing came before the timeout.
-        """
+        """Send a message of the training loop, and wait for the reply."""
         began = time.monotonic()
         self._post(message)
         while True:
@@ -150,8 +116,7 @@ class Session:
                     self._replies.put(found)  # for later calls
                     raise found
                 self.ended.update(found.numbers["ended"])
-                reply: Message = found
-                return reply
+                return found
             if time.monotonic() - began > self._timeout:
                 other = "the other ranks" if self._server in (None, self.rank) else self._name(self._server)
                 raise CollectiveError(
@@ -172,11 +137,9 @@ class Session:
         with suppress(OSError):
             self._waker.send(b"!")
 
-    # --- the thread ---
-
     def _run(self) -> None:
         try:
-            while not self.is_over or any(peer.has_more for peer in self._peers.values()):
+            while not self.is_over or any(peer.out for peer in self._peers.values()):
                 self._turn()
         except BaseException as error:
             self._replies.put(error)
@@ -187,7 +150,7 @@ class Session:
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             for peer in self._peers.values():
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_more else 0)
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
                 selector.register(peer.link, events, peer)
             ready = [(key.data, events) for key, events in selector.select()]
         with suppress(BlockingIOError):
@@ -227,11 +190,8 @@ class Session:
                 )
             )
             return
-        print(
-            f"functional_parallel: {self._name(peer.rank)} died; the others go on without it",
-            file=sys.stderr,
-            flush=True,
-        )
+        told = f"functional_parallel: {self._name(peer.rank)} died; the others go on without it"
+        print(told, file=sys.stderr, flush=True)
         self._deliver([Message("gone", peer.rank, self.rank)])
 
     def _deliver(self, messages: list[Message]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,15 +20,7 @@ __all__ = ["dropped_rank", "finished", "stepped"]
 def stepped(
     state: AsyncState, work: Work, loss: torch.Tensor, push: Message | None, clock: Clock
 ) -> tuple[AsyncState, AsyncMetrics]:
-    """Return the state after the step of the rank that is done first.
-
-    Args:
-        state: the state before.
-        work: the rank's training loop after the step.
-        loss: the loss.
-        push: what the rank pushes; None after an inner step.
-        clock: the clock.
-    """
+    """Return the state after the step of the rank that is done first. `push` is None after an inner step."""
     rank, now = state.rank, state.ready[state.rank]
     ready = {each: at for each, at in state.ready.items() if each != rank}
     state = replace(state, work={**state.work, rank: work}, seconds=now)
@@ -45,17 +38,13 @@ def dropped_rank(state: AsyncState, rank: int, clock: Clock) -> AsyncState:
     """Return the state after the death of a rank."""
     if rank not in state.work:
         raise ValueError(f"rank {rank} does not take part; ranks {sorted(state.work)} do")
-    kept = {each: node for each, node in state.nodes.items() if each != rank}
-    if not kept:
+    kept: dict[str, Any] = {
+        name: {each: value for each, value in getattr(state, name).items() if each != rank}
+        for name in ("work", "nodes", "ready", "waiting")
+    }
+    if not kept["nodes"]:
         raise CollectiveError(f"rank {rank}, the parameter server, died: no rank has what to go on from")
-    state = replace(
-        state,
-        work={each: work for each, work in state.work.items() if each != rank},
-        ready={each: at for each, at in state.ready.items() if each != rank},
-        waiting={each: at for each, at in state.waiting.items() if each != rank},
-        nodes=kept,
-    )
-    return _delivered(state, [Message("gone", rank, each) for each in kept], clock)[0]
+    return _delivered(replace(state, **kept), [Message("gone", rank, each) for each in kept["nodes"]], clock)[0]
 
 
 def finished(state: AsyncState, leave: Sequence[Message], clock: Clock) -> AsyncState:

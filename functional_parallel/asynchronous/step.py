@@ -34,17 +34,11 @@ __all__ = ["AsyncStep", "Method", "require_staleness"]
 
 @dataclass(frozen=True)
 class Method:
-    """How ranks exchange.
+    """How ranks exchange."""
 
-    Attributes:
-        name: the call that made it, for messages.
-        staleness: the bound.
-        server: the rank of the parameter server; None if the server rotates.
-    """
-
-    name: str
+    name: str  # the call that made it, for messages
     staleness: int
-    server: int | None
+    server: int | None  # None if the server rotates
 
     def target(self, rank: int) -> int:
         """Return the rank of the node to which a rank's training loop sends."""
@@ -59,10 +53,9 @@ class Method:
     def nodes(self, rules: Rules, params: PyTree, optimizer: PyTree) -> Mapping[int, Node]:
         """Return the first nodes, by rank."""
         everyone = range(rules.ranks)
-        if self.server is not None:
-            return {self.server: Central(rules, self.server, params, optimizer, dict.fromkeys(everyone, 0))}
-        alive = frozenset(everyone)
-        return {rank: Rotating(rules, rank, params, optimizer, alive) for rank in everyone}
+        if self.server is None:
+            return {rank: Rotating(rules, rank, params, optimizer, frozenset(everyone)) for rank in everyone}
+        return {self.server: Central(rules, self.server, params, optimizer, dict.fromkeys(everyone, 0))}
 
 
 class AsyncStep:
@@ -106,8 +99,8 @@ class AsyncStep:
             return AsyncState(dict.fromkeys(everyone, work), nodes, ready, {})
         self.computation.warm(params)
         runtime.agree(f"starts {self!r}", "Build the step with the same arguments on every process")
-        tensors = [(path, x) for path, x in zip(tree_paths(params), optree.tree_leaves(params), strict=True)]
-        tensors = [(path or "parameters", x) for path, x in tensors if isinstance(x, torch.Tensor)]
+        leaves = zip(tree_paths(params), optree.tree_leaves(params), strict=True)
+        tensors = [(path or "parameters", x) for path, x in leaves if isinstance(x, torch.Tensor)]
         runtime.check_same(f"{self.method.name}.init", [path for path, _ in tensors], [x for _, x in tensors])
         rank, size = runtime.rank, self.mesh.size
         links = connected(rank, partial(self.method.linked, size), runtime.exchange)
@@ -121,11 +114,8 @@ class AsyncStep:
     def _templates(self, params: PyTree) -> dict[str, PyTree]:
         gradients = optree.tree_map(lambda x: x if is_trained(x) else None, params)
         turn = (params, self.computation.servers.init(params))
-        return {
-            **dict.fromkeys(("push", "gradient"), gradients),
-            **dict.fromkeys(("reply", "left", "final"), params),
-            "turn": turn,
-        }
+        weights = dict.fromkeys(("reply", "left", "final"), params)
+        return {"push": gradients, "gradient": gradients, "turn": turn, **weights}
 
     def __call__(self, state: AsyncState, *batch: PyTree) -> tuple[AsyncState, AsyncMetrics]:
         """Run one step of one rank: of `state.rank`.
@@ -148,17 +138,10 @@ class AsyncStep:
         work, loss, tree, weight = self.computation.take(state.work[rank], batch)
         if not bool(torch.isfinite(loss)):
             number, name = work.steps - 1, rank_name(self.mesh, rank)
-            raise NonFiniteError(
-                f"step {number} of {name} is not finite: loss {loss.item():.6g}. Nothing of it was sent",
-                number,
-                None,
-                state,
-                None,
-            )
-        push = None
-        if tree is not None:
-            numbers = {"version": work.version, "weight": weight}
-            push = Message("push", rank, self.method.target(rank), tree, numbers)
+            told = f"step {number} of {name} is not finite: loss {loss.item():.6g}. Nothing of it was sent"
+            raise NonFiniteError(told, number, None, state, None)
+        numbers = {"version": work.version, "weight": weight}
+        push = None if tree is None else Message("push", rank, self.method.target(rank), tree, numbers)
         if state.session is None:
             after, metrics = stepped(state, work, loss, push, self.clock)
             return after, metrics._replace(ended=self.ended(after))
@@ -171,10 +154,8 @@ class AsyncStep:
         metrics = AsyncMetrics(loss, rank, work.version, None, work.waited, session.seconds)
         if push is not None:
             reply = session.exchange(push)
-            numbers = reply.numbers
-            work = work.given(reply.tree, numbers["version"], session.seconds - metrics.seconds)
-            known = {"staleness": numbers["staleness"], "dropped": numbers["dropped"]}
-            metrics = metrics._replace(version=work.version, **known)
+            work = work.given(reply.tree, reply.numbers["version"], session.seconds - metrics.seconds)
+            metrics = metrics._replace(**{key: reply.numbers[key] for key in ("version", "staleness", "dropped")})
         after = replace(state, work={rank: work}, seconds=metrics.seconds)
         session.latest = after
         return after, metrics._replace(ended=self.ended(after))

@@ -24,38 +24,23 @@ _ALONE = Mesh(asynchronous_rank=1)
 
 @dataclass(frozen=True)
 class Work:
-    """State of a rank's training loop.
-
-    Attributes:
-        params: the weights that it trains.
-        version: their version, the number of updates before them.
-        begun: the weights that the last exchange returned, if there are inner steps.
-        optimizer: state of the optimizer of the inner steps.
-        steps: number of steps done.
-        waited: seconds for which it waited for the weights.
-    """
+    """State of a rank's training loop."""
 
     params: PyTree
-    version: int
-    begun: PyTree
-    optimizer: PyTree
+    version: int  # number of updates before these weights
+    begun: PyTree  # the weights that the last exchange returned
+    optimizer: PyTree  # state of the optimizer of the inner steps
     steps: int = 0
-    waited: float = 0.0
+    waited: float = 0.0  # seconds for which it waited for the weights
 
     def given(self, params: PyTree, version: int, waited: float) -> Work:
-        """Return the state with the weights of a reply."""
         return replace(self, params=params, version=version, begun=params, waited=waited)
 
 
 class Computation:
     """Programs of one rank: the gradient of the loss, and the optimizer's update.
 
-    Args:
-        loss: the loss, or what a plan without mesh axes made of it.
-        optimizer: the optimizer of the server; of the inner steps if there is an outer one.
-        outer: the optimizer of the difference that the inner steps made, on the server.
-        inner: number of inner steps; 1 without an outer optimizer.
-        adds: whether the loss is a sum over samples.
+    With an outer optimizer, `optimizer` makes `inner` steps, and the server has the outer one, of their difference.
     """
 
     def __init__(
@@ -70,11 +55,9 @@ class Computation:
 
     @property
     def servers(self) -> Optimizer:
-        """Optimizer of the server."""
         return self.optimizer if self.outer is None else self.outer
 
     def begin(self, params: PyTree) -> Work:
-        """Return the first state of a rank."""
         return Work(params, 0, params, None if self.outer is None else self.optimizer.init(params))
 
     def take(self, work: Work, batch: tuple[PyTree, ...]) -> tuple[Work, torch.Tensor, PyTree, float]:
@@ -88,7 +71,8 @@ class Computation:
         work = replace(work, params=params, optimizer=optimizer)
         if work.steps % self.inner:
             return work, loss, None, 1.0
-        return work, loss, optree.tree_map(_difference, work.begun, params), 1.0
+        made = optree.tree_map(lambda begun, now: begun - now if is_trained(begun) else None, work.begun, params)
+        return work, loss, made, 1.0
 
     def warm(self, params: PyTree) -> None:
         """Trace the server's update, so that no thread traces later."""
@@ -102,10 +86,6 @@ def _update(optimizer: Optimizer) -> Callable[[PyTree, PyTree, PyTree], tuple[Py
         return optimizer.update(gradients, state, params, *specs)
 
     return compiled(update, _ALONE, in_specs=(P(), P(), P()), out_specs=P(), name="update")
-
-
-def _difference(begun: Any, now: Any) -> Any:
-    return begun - now if is_trained(begun) else None
 
 
 def _samples(batch: tuple[PyTree, ...]) -> float:
