@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -149,24 +148,18 @@ class PreparedStep:
         compiled = self.train.compile(of_params if self._plan is None else self._plan(of_params))
 
         def evaluate(*batch: Any, **named: Any) -> Any:
-            with _in_eval_mode(self._module):
+            modes = [(each, each.training) for each in self._module.modules()]
+            self._module.eval()
+            try:
                 return compiled(self.state, *batch, **named)
+            finally:
+                for each, mode in modes:
+                    each.training = mode
 
         return evaluate
 
     def __repr__(self) -> str:
         return f"prepare({type(self._module).__name__}, {self.train!r})"
-
-
-@contextmanager
-def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    modes = [(each, each.training) for each in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
 
 
 def _require_fixed_buffers(module: nn.Module) -> None:

@@ -25,15 +25,7 @@ _OF_IMPLEMENTATIONS = {"lr", "foreach", "fused", "capturable"}
 def translated(optimizer: torch.optim.Optimizer, module: nn.Module, rates: list[Schedule]) -> Optimizer:
     """Return the optimizer of this library that makes the same updates, for the parameters of a module by name.
 
-    Args:
-        optimizer: an optimizer that has made no step.
-        module: the module. Its parameters that require a gradient and are in no group are frozen.
-        rates: the learning rate, or its schedule, of each parameter group.
-
-    Raises:
-        TypeError: if the class has no counterpart here.
-        ValueError: if a group has an option without counterpart, or a parameter of no module; or if the optimizer has
-            a state or hooks.
+    There is a rate for each parameter group. Parameters in no group are frozen.
     """
     kind = type(optimizer)
     if kind not in _CLASSES:
@@ -83,8 +75,7 @@ def _require_fresh(optimizer: torch.optim.Optimizer) -> None:
             "prepare: the optimizer has made steps, and its state would be lost: prepare it before the first step, and "
             "continue a run by step.train.load"
         )
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, name, None) for name in hooks):
+    if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
         raise ValueError(
             "prepare: the optimizer has step hooks, Python functions that a compiled step cannot call. Remove them, or "
             "call them in the loop"

@@ -19,14 +19,7 @@ __all__ = ["rates_of"]
 def rates_of(scheduler: Any, optimizer: torch.optim.Optimizer, every: int) -> list[float | Callable[[Any], float]]:
     """Return the rate of each parameter group, a function of the number of updates done if a scheduler changes it.
 
-    Args:
-        scheduler: the scheduler of this optimizer, or None for constant rates.
-        optimizer: the optimizer.
-        every: number of updates per step of the scheduler.
-
-    Raises:
-        TypeError: if it is no scheduler of torch.
-        ValueError: if it reads the loss, belongs to another optimizer, or changes more than rates.
+    The scheduler steps once per `every` updates.
     """
     if scheduler is None:
         return [float(group["lr"]) for group in optimizer.param_groups]

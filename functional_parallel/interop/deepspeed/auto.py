@@ -11,17 +11,11 @@ __all__ = ["ARGUMENTS", "filled"]
 
 
 class _Fill(NamedTuple):
-    """Rule for a key.
+    """Rule for a key."""
 
-    Attributes:
-        arguments: names of the arguments that it needs, separated by spaces.
-        value: its value from these.
-        must_match: whether another value in the file is an error.
-    """
-
-    arguments: str
-    value: Callable[..., Any] = lambda value: value
-    must_match: bool = True
+    arguments: str  # names of the arguments that it needs, separated by spaces
+    value: Callable[..., Any] = lambda value: value  # from these
+    must_match: bool = True  # whether another value in the file is an error
 
 
 _ZERO, _OPTIMIZER, _SCHEDULER = "zero_optimization", "optimizer.params", "scheduler.params"
@@ -47,14 +41,7 @@ ARGUMENTS = sorted({name for rule in _RULES.values() for name in rule.arguments.
 
 
 def filled(given: Mapping[str, Any], arguments: Any, named: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return the values with every "auto" filled. Those that nothing fills are problems, as are mismatches.
-
-    Args:
-        given: values by path.
-        arguments: transformers.TrainingArguments, an object with some of its attributes, or None.
-        named: values of these attributes, which take precedence.
-        problems: is extended.
-    """
+    """Return the values with every "auto" filled. Those that nothing fills are problems, as are mismatches."""
     known = _known(arguments, named)
     own_rate = given.get(f"{_OPTIMIZER}.lr", "auto")  # the warm-up of a file ends at the rate of the file
     beside = {} if own_rate == "auto" else {"learning_rate": own_rate}

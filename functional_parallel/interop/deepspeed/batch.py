@@ -16,25 +16,16 @@ class BatchSizes(NamedTuple):
 
 
 def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> BatchSizes:
-    """Compute the batch sizes that are not given.
-
-    >>> batch_sizes(32, 8, None, ranks=2)
-    BatchSizes(train=32, micro=8, accumulation=2)
-
-    Raises:
-        ValueError: if too few are given, or if they do not fit together.
-    """
+    """Compute the batch sizes that are not given."""
     if train is None and micro is None:
         raise ValueError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
+    if accumulation is None:
+        accumulation = 1 if train is None or micro is None else train // micro // ranks
     if train is None:
         assert micro is not None
-        accumulation = accumulation or 1
         train = micro * accumulation * ranks
     elif micro is None:
-        accumulation = accumulation or 1
         micro = train // ranks // accumulation
-    elif accumulation is None:
-        accumulation = train // micro // ranks
     if train != micro * accumulation * ranks or not train:
         raise ValueError(
             "train_batch_size is not equal to train_micro_batch_size_per_gpu · gradient_accumulation_steps · ranks: "

@@ -15,12 +15,8 @@ from .schema import KEYS, Key
 
 __all__ = ["Problems", "converted", "flat"]
 
-_RENAMED = {
-    "bfloat16": "bf16",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
-}
+_SAVES = "zero_optimization.stage3_gather_{}_weights_on_model_save"
+_RENAMED = {"bfloat16": "bf16", _SAVES.format("fp16"): _SAVES.format("16bit")}
 _PARENTS = {path.rpartition(".")[0] for path in KEYS} | {"optimizer", "scheduler"}
 
 
@@ -28,7 +24,7 @@ def _is_integer(least: float, value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # description and test
+_KINDS: dict[str | tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {  # description and test
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("an integer of at least 0", partial(_is_integer, 0)),
     "count": ("an integer of at least 1", partial(_is_integer, 1)),
@@ -55,7 +51,6 @@ class Problems(list[str]):
             self.add(path, str(error))
 
     def raise_if_any(self) -> None:
-        """Raise ValueError if there is a problem."""
         if self:
             raise ValueError("this DeepSpeed configuration is not accepted:\n  " + "\n  ".join(self))
 
@@ -92,15 +87,13 @@ def _leaves(config: Mapping[str, Any], prefix: str, problems: Problems) -> Itera
 def converted(given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     """Return the values of legal kinds, integers as int. Illegal and refused values are problems."""
     found = {}
-    for path, value in ((path, value) for path, value in given.items() if value is not None):
+    for path, value in given.items():
         key = KEYS[path]
+        if value is None:
+            continue
         if isinstance(value, float) and value.is_integer() and key.kind in ("int", "count", "integer"):
             value = int(value)
-        words, is_legal = (
-            (" or ".join(map(repr, key.kind)), key.kind.__contains__)
-            if isinstance(key.kind, tuple)
-            else _KINDS[key.kind]
-        )
+        words, is_legal = _KINDS.get(key.kind) or (" or ".join(map(repr, key.kind)), key.kind.__contains__)
         if not is_legal(value):
             problems.add(path, f"it is {words}, not {value!r}")
         elif key.treatment == "refused" and not _is_harmless(value, key):

@@ -143,7 +143,6 @@ def from_config(
 def _check_rules(
     values: Mapping[str, Any], given: Mapping[str, Any], optimizer: Optimizer | None, problems: Problems
 ) -> None:
-    """Check the rules between keys."""
     stage, named = values[f"{_ZERO}.stage"], values["optimizer.type"] is not None
     scaled = values["prescale_gradients"] or values["gradient_predivide_factor"] != 1
     enabled = [name for name in ("bf16", "fp16", "torch_autocast") if values[f"{name}.enabled"]]
@@ -152,9 +151,8 @@ def _check_rules(
     if stage > 3:
         problems.add(f"{_ZERO}.stage", f"Input should be 0, 1, 2 or 3, not {stage}")
     if stage == 2 and values[f"{_ZERO}.reduce_scatter"] and scaled:
-        problems.add(
-            f"{_ZERO}.reduce_scatter", "at stage 2 it forbids prescale_gradients and gradient_predivide_factor"
-        )
+        reason = "at stage 2 it forbids prescale_gradients and gradient_predivide_factor"
+        problems.add(f"{_ZERO}.reduce_scatter", reason)
     if len(enabled) > 1:
         problems.add(", ".join(enabled), "bfloat16 and fp16 modes cannot be simultaneously enabled, nor torch_autocast")
     if masters != states:
@@ -170,7 +168,6 @@ def _check_rules(
 
 
 def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str | None, LossScale | float | None]:
-    """Return the precision and the loss scale."""
     if values["torch_autocast.enabled"]:
         half = values["torch_autocast.dtype"] in ("float16", "fp16")
         return ("fp16", LossScale.like_torch()) if half else ("bf16", None)

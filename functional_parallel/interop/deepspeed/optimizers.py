@@ -19,17 +19,11 @@ _REQUIRED = "required"
 
 
 class Kind(NamedTuple):
-    """Type of an optimizer or scheduler.
+    """Type of an optimizer or scheduler."""
 
-    Attributes:
-        make: its function. It takes the learning rate first.
-        defaults: default of each parameter of the type.
-        names: our names of parameters with other names.
-    """
-
-    make: Callable[..., Any]
-    defaults: dict[str, Any]
-    names: Mapping[str, str] = {}
+    make: Callable[..., Any]  # takes the learning rate first
+    defaults: dict[str, Any]  # of all parameters of the type
+    names: Mapping[str, str] = {}  # our names of parameters with other names
 
 
 def _adam(rate: Schedule, *, adam_w_mode: bool = True, bias_correction: bool, **options: Any) -> Optimizer:
@@ -82,13 +76,12 @@ SCHEDULERS: dict[str, Kind] = {
 
 
 def _parameters(kinds: Mapping[str, Kind], block: str, given: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
-    """Return the kind that a block names, in any case, and its parameters with defaults."""
+    """Return the kind that a block names, in any case of letters, and its parameters with defaults."""
     name, prefix = given[f"{block}.type"], f"{block}.params."
     kind = {each.lower(): kind for each, kind in kinds.items()}.get(name.lower())
     if kind is None:
-        one_bit = (
-            "1-bit communication is refused; " if name.lower() in ("onebitadam", "zerooneadam", "onebitlamb") else ""
-        )
+        is_one_bit = name.lower() in ("onebitadam", "zerooneadam", "onebitlamb")
+        one_bit = "1-bit communication is refused; " if is_one_bit else ""
         raise ValueError(
             f"{block}.type: {name!r}: {one_bit}the types are {', '.join(kinds)}; the nearest is "
             f"{nearest(name, kinds, most=1)[0]}"
@@ -116,13 +109,7 @@ def build_schedule(given: Mapping[str, Any]) -> Callable[[float], Schedule]:
 def build_optimizer(
     given: Mapping[str, Any], scheduled: Callable[[float], Schedule], beside_muon: tuple[str, ...]
 ) -> Optimizer:
-    """Return the optimizer that the file names.
-
-    Args:
-        given: values of the file by path.
-        scheduled: function from the rate of the file to the rate of the optimizer.
-        beside_muon: patterns of the parameters that AdamW updates if the optimizer is Muon.
-    """
+    """Return the optimizer that the file names. With Muon, AdamW updates what the patterns `beside_muon` match."""
     kind, own = _parameters(OPTIMIZERS, "optimizer", given)
     rate = own.pop("lr")
     if kind.make is not optim.muon:

@@ -17,17 +17,12 @@ _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a file or a dict.
-
-    Raises:
-        ValueError: if the file is no JSON object after removal of comments, or if a key occurs twice.
-    """
+    """Return the configuration of a file or a dict."""
     if isinstance(source, Mapping):
         return dict(source)
     text = Path(source).read_text()
-    bare = _LAST_COMMA.sub(_string, _COMMENT.sub(_string, text))
     try:
-        found = json.loads(bare, object_pairs_hook=_unique)
+        found = json.loads(_LAST_COMMA.sub(_string, _COMMENT.sub(_string, text)), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         line = [*text.splitlines(), "", ""][error.lineno - 1].strip()
         raise ValueError(f"{source}, line {error.lineno}: {error.msg}: {line!r}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 __all__ = ["CHANGED", "KEYS", "Key", "defaults", "release"]
@@ -10,21 +11,15 @@ __all__ = ["CHANGED", "KEYS", "Key", "defaults", "release"]
 class Key(NamedTuple):
     """Row of the schema.
 
-    Attributes:
-        path: path of the key, with dots.
-        kind: legal values: "bool", "int" (at least 0), "count" (at least 1), "integer", "number" (at least 0), "list",
-            "text", "block" (any object), or a tuple of choices.
-        default: default value. None if there is none, or if it depends on the type of the optimizer or scheduler. For a
-            refused key, the value that is accepted.
-        treatment: "honoured", "not applicable" or "refused".
-        text: the effect of an honoured key, or the reason.
+    A default is None if there is none, or if it depends on the type of the optimizer or scheduler. For a refused key it
+    is the value that is accepted.
     """
 
-    path: str
-    kind: str | tuple[str, ...]
+    path: str  # with dots
+    kind: str | tuple[str, ...]  # one of those in `checks`, or choices
     default: Any
-    treatment: str
-    text: str
+    treatment: str  # "honoured", "not applicable" or "refused"
+    text: str  # the effect of an honoured key, or the reason
 
 
 def _honoured(path: str, kind: str | tuple[str, ...], default: Any, effect: str) -> Key:
@@ -41,18 +36,7 @@ def _rows(treatment: str, block: str, reason: str, **keys: Any) -> list[Key]:
     return rows
 
 
-def _not_applicable(block: str, reason: str, **keys: Any) -> list[Key]:
-    return _rows("not applicable", block, reason, **keys)
-
-
-def _refused(block: str, reason: str, **keys: Any) -> list[Key]:
-    return _rows("refused", block, reason, **keys)
-
-
-# -----------------------------------------------------------------------------
-# Keys
-# -----------------------------------------------------------------------------
-
+_not_applicable, _refused = partial(_rows, "not applicable"), partial(_rows, "refused")
 _FLOATS = ("fp32", "fp16", "bf16")
 _BLOCK, _TEXT, _COUNT = ("block", None), ("text", None), ("count", None)
 _ZERO = "zero_optimization"
@@ -93,9 +77,7 @@ _ROWS = [
     _honoured("torch_autocast.dtype", ("bfloat16", "float16", "bf16", "fp16"), "bfloat16", "dtype of the computation"),
     _honoured(f"{_ZERO}.stage", "int", 0, "`data_parallel` for 0, `zero(stage)` for 1, 2 and 3"),
     _honoured(f"{_ZERO}.reduce_bucket_size", "int", 500_000_000, "`train_step(bucket=…)` in bytes; by default 'auto'"),
-    _honoured(
-        f"{_ZERO}.stage3_prefetch_bucket_size", "int", 50_000_000, "`zero(3, prefetch=…)`: 1 layer, 0 if it is 0"
-    ),
+    _honoured(f"{_ZERO}.stage3_prefetch_bucket_size", "int", 5 * 10**7, "`zero(3, prefetch=…)`: 1 layer, 0 if it is 0"),
     _honoured(f"{_ZERO}.stage3_param_persistence_threshold", "int", 100_000, "`zero(3, whole_below=…)`"),
     _honoured("optimizer.type", "text", None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD"),
     _honoured("optimizer.params.lr", "number", None, "learning rate, unless a scheduler replaces it"),
@@ -161,9 +143,8 @@ _ROWS = [
     *_not_applicable(_ZERO, _LOGS, log_trace_cache_warnings=False, enable_sanity_checks=False),
     *_not_applicable(_ZERO, "modules are not patched", override_module_apply=True),
     *_not_applicable(_ZERO, _OFF, cpu_offload_use_pin_memory=("bool", None)),
-    *_not_applicable(
-        f"{_ZERO}.offload_param", _OFF, buffer_count=5, buffer_size=10**8, max_in_cpu=10**9, **_OFFLOADING
-    ),
+    *_not_applicable(f"{_ZERO}.offload_param", _OFF, buffer_count=5, buffer_size=10**8, max_in_cpu=10**9),
+    *_not_applicable(f"{_ZERO}.offload_param", _OFF, **_OFFLOADING),
     *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, buffer_count=4, pipeline_read=False, pipeline_write=False),
     *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, fast_init=False, ratio=1.0, super_offload=False),
     *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, cpuadam_cores_perc=0.8, **_OFFLOADING),
@@ -173,9 +154,8 @@ _ROWS = [
     *_not_applicable("pipeline", _PIPELINE, stages="auto", partition="best", seed_layers=False),
     *_not_applicable("pipeline", _PIPELINE, activation_checkpoint_interval=0, pipe_partitioned=True),
     *_not_applicable("pipeline", _PIPELINE, grad_partitioned=True),
-    *_not_applicable(
-        "tensor_parallel", "fp.tensor_parallel takes the specs", preset_model=_TEXT, partition_config=_BLOCK
-    ),
+    *_not_applicable("tensor_parallel", "fp.tensor_parallel takes the specs", preset_model=_TEXT),
+    *_not_applicable("tensor_parallel", "fp.tensor_parallel takes the specs", partition_config=_BLOCK),
     *_not_applicable("hybrid_engine", _INFERENCE, max_out_tokens=512, inference_tp_size=1, pin_parameters=True),
     *_not_applicable("hybrid_engine", _INFERENCE, release_inference_cache=False, tp_gather_partition_size=8),
     *_not_applicable("optimizer", "it selects an old kernel", legacy_fusion=False),
@@ -223,11 +203,7 @@ CHANGED: dict[str, tuple[str, Any]] = {
 
 
 def defaults(version: str) -> dict[str, Any]:
-    """Return the defaults of a release of DeepSpeed, by path.
-
-    Raises:
-        ValueError: if the version is not of the form 0.19.6.
-    """
+    """Return the defaults of a release of DeepSpeed, by path."""
     own = {path: old for path, (since, old) in CHANGED.items() if release(version) < release(since)}
     return {path: own.get(path, key.default) for path, key in KEYS.items()}
 
