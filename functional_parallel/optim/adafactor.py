@@ -137,11 +137,6 @@ def _refuse_complex(params: PyTree) -> None:
         )
 
 
-# -----------------------------------------------------------------------------
-# The state of one parameter
-# -----------------------------------------------------------------------------
-
-
 def _is_factored(leaf: Tensor) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim >= 2
 
@@ -163,11 +158,6 @@ def _whole_along(spec: P, dim: int) -> P:
     return spec.replace(dims, padded={index: size for index, size in spec.padded.items() if index != dim})
 
 
-# -----------------------------------------------------------------------------
-# Means over sharded dims
-# -----------------------------------------------------------------------------
-
-
 def _second_moment(square: Square, g: Tensor, weight: Tensor, spec: P, floor: float) -> tuple[Square, Tensor]:
     """Return the new state and the second moment that it represents."""
     squares = g * g
@@ -181,16 +171,13 @@ def _second_moment(square: Square, g: Tensor, weight: Tensor, spec: P, floor: fl
 
 def _mean(x: Tensor, dim: int, spec: P) -> Tensor:
     axes = [*spec.dim_axes(), *[()] * x.ndim][x.ndim + dim]
-    return _sum(x.sum(dim, keepdim=True), axes) / _lengths(x, spec)[dim]
+    total = x.sum(dim, keepdim=True)
+    return (psum(total, axes) if axes else total) / _lengths(x, spec)[dim]
 
 
 def _root_mean_square(x: Tensor, spec: P) -> Tensor:
     wide = x if x.dtype.itemsize >= 4 else x.float()
     return (sum_over_shards((wide * wide).sum(), spec) / math.prod(_lengths(x, spec))).sqrt()
-
-
-def _sum(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    return psum(x, axes) if axes else x
 
 
 def _lengths(x: Tensor, spec: P) -> list[int]:

@@ -14,7 +14,7 @@ from sharding_specs.rules import matches, nearest
 
 from ..functions import PyTree, SpecTree
 from .optimizer import Optimizer, Row, is_known_elementwise, mark_elementwise, skipping, skips_untrained
-from .state_trees import like_params
+from .state_trees import like_params, tree_map_params
 
 __all__ = ["ByPathState", "PathSet", "by_path"]
 
@@ -118,10 +118,7 @@ class _ByPath:
                 "the second one `constants` if it is elementwise, or `specs` if it can work on shards"
             )
 
-    # --- groups ---
-
     def _assigned(self, params: PyTree) -> list[str]:
-        """Return the pattern of each parameter."""
         paths = tree_paths(params)
         if paths == [""]:
             raise ValueError("by_path takes a tree of parameters, such as a dict; these parameters are one tensor")
@@ -136,33 +133,22 @@ class _ByPath:
             )
         for pattern in self.patterns:
             if pattern not in first and not isinstance(pattern, optional) and pattern != "*":
-                raise ValueError(
-                    f"by_path: {pattern!r} is the first match of no parameter: {self._why(pattern, paths)}"
-                )
+                why = "patterns before it match all that it matches; move it up"
+                if not any(matches(pattern, path) for path in paths):
+                    why = f"it matches none; the nearest paths are {', '.join(nearest(pattern, paths))}"
+                raise ValueError(f"by_path: {pattern!r} is the first match of no parameter: {why}")
         return [each for each in first if each is not None]
 
-    def _why(self, pattern: str, paths: list[str]) -> str:
-        if not any(matches(pattern, path) for path in paths):
-            return f"it matches none; the nearest paths are {', '.join(nearest(pattern, paths))}"
-        return "patterns before it match all that it matches; move it up"
-
     def _groups(self, params: PyTree, assigned: Sequence[str | None]) -> dict[str, _Group]:
-        paths, structure = tree_paths(params), optree.tree_structure(params)
-        return {
-            pattern: _Group(
-                {path: i for i, (path, own) in enumerate(zip(paths, assigned, strict=True)) if own == pattern},
-                structure,
-            )
-            for pattern in self.trained
-        }
-
-    # --- the optimizer ---
+        members: dict[str, dict[str, int]] = {pattern: {} for pattern in self.trained}
+        for number, (path, pattern) in enumerate(zip(tree_paths(params), assigned, strict=True)):
+            if pattern in members:
+                members[pattern][path] = number
+        return {pattern: _Group(own, optree.tree_structure(params)) for pattern, own in members.items()}
 
     def init(self, params: PyTree) -> ByPathState:
-        groups = self._groups(params, self._assigned(params))
-        return ByPathState(
-            {pattern: group.spread(self.trained[pattern].init(group.of(params))) for pattern, group in groups.items()}
-        )
+        groups = self._groups(params, self._assigned(params)).items()
+        return ByPathState({name: group.spread(self.trained[name].init(group.of(params))) for name, group in groups})
 
     def update(
         self, grads: PyTree, state: ByPathState, params: PyTree, *specs: SpecTree, constants: PyTree | None = None
@@ -176,10 +162,13 @@ class _ByPath:
             optimizer, own = self.trained[pattern], group.of(params)
             further = [group.of(spec) for spec in specs] if optimizer.specs else []
             named = {} if rows is None else {"constants": {path: rows[i][1] for path, i in group.members.items()}}
-            new, after = optimizer.update(
-                group.of(grads), group.collected(state.groups[pattern]), own, *further, **named
-            )
-            group.require_like(own, new, pattern)
+            before = tree_map_params(group.of, state.groups[pattern], group.structure)
+            new, after = optimizer.update(group.of(grads), before, own, *further, **named)
+            if optree.tree_structure(new) != optree.tree_structure(own):
+                raise ValueError(
+                    f"by_path: the update of {pattern!r} returned parameters of another structure than the dict of "
+                    f"{', '.join(own)} that it was given"
+                )
             for path, number in group.members.items():
                 leaves[number] = new[path]
             states[pattern] = group.spread(after)
@@ -237,18 +226,3 @@ class _Group:
             return self.structure.unflatten(leaves)
 
         return optree.tree_map(spread, state, is_leaf=is_own)
-
-    def collected(self, state: PyTree) -> PyTree:
-        """Return a state with every tree like all parameters as a tree of the group."""
-
-        def is_like_all(x: Any) -> bool:
-            return bool(optree.tree_structure(x) == self.structure)
-
-        return optree.tree_map(lambda x: self.of(x) if is_like_all(x) else x, state, is_leaf=is_like_all)
-
-    def require_like(self, own: PyTree, new: PyTree, pattern: str) -> None:
-        if optree.tree_structure(new) != optree.tree_structure(own):
-            raise ValueError(
-                f"by_path: the update of {pattern!r} returned parameters of another structure than the dict of "
-                f"{', '.join(own)} that it was given"
-            )

@@ -23,31 +23,19 @@ def decay_rates(weight_decay: float, decay: Decay, params: PyTree) -> PyTree:
     >>> decay_rates(0.5, {"*/b": False}, {"layer": {"b": 0, "w": 0}})
     {'layer': {'b': 0.0, 'w': 0.5}}
 
-    Args:
-        weight_decay: λ.
-        decay: rules from a path pattern to a factor of λ, or to a bool, which turns the decay on or off. The first
-            match applies, and leaves without a match decay. A function of path and leaf may replace the rules. With
-            None, all leaves decay.
-        params: the parameters, or shards of them.
-
-    Raises:
-        ValueError: if a pattern matches no parameter.
+    The factor of the first pattern that matches applies, and leaves without a match decay.
     """
     paths, leaves = tree_paths(params), optree.tree_leaves(params)
     if isinstance(decay, Mapping):
-        _refuse_unused(decay, paths)
+        unused = [pattern for pattern in decay if not any(matches(pattern, path) for path in paths)]
+        if unused:
+            raise ValueError(
+                f"decay: no parameter matches {', '.join(map(repr, unused))}, so nothing would be spared by it; "
+                f"correct the pattern or leave it out. The parameters are: {', '.join(paths)}"
+            )
         factors = [next((f for pattern, f in decay.items() if matches(pattern, path)), 1.0) for path in paths]
     elif decay is not None:
         factors = [decay(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     else:
         factors = [1.0] * len(paths)
     return optree.tree_unflatten(optree.tree_structure(params), [weight_decay * float(f) for f in factors])
-
-
-def _refuse_unused(decay: Mapping[str, float], paths: list[str]) -> None:
-    unused = [pattern for pattern in decay if not any(matches(pattern, path) for path in paths)]
-    if unused:
-        raise ValueError(
-            f"decay: no parameter matches {', '.join(map(repr, unused))}, so nothing would be spared by it; "
-            f"correct the pattern or leave it out. The parameters are: {', '.join(paths)}"
-        )

@@ -31,12 +31,7 @@ _library.define("rate_on_host(Tensor updates, str name) -> Tensor", tags=(torch.
 
 
 def rate_on_host(function: Callable[[Any], Any], updates: torch.Tensor) -> torch.Tensor:
-    """Return the rate from an op that calls a function on the host, with the number of updates as an integer.
-
-    Args:
-        function: function from the number of updates done to a rate.
-        updates: number of updates done.
-    """
+    """Return the rate from an op that calls a function on the host, with the number of updates as an integer."""
     found: torch.Tensor = OP(updates, _name_of(function))
     return found
 
@@ -80,7 +75,6 @@ def _is_in_main_memory(updates: torch.Tensor) -> bool:
 
 
 def _read(updates: torch.Tensor) -> int:
-    """Return a number of updates. If it is on a device, wait for the device."""
     return round(updates.item())
 
 

@@ -16,8 +16,7 @@ def require(
 ) -> None:
     """Raise ValueError unless `lr` is a rate or a schedule, `betas` lie in [0, 1), and the others are not negative."""
     if not (callable(lr) or (isinstance(lr, torch.Tensor) and lr.ndim == 0) or is_non_negative(lr)):
-        instead = written_here(lr)
-        if instead:
+        if instead := written_here(lr):
             raise ValueError(f"{optimizer}(lr=…): {instead}")
         raise ValueError(
             f"{optimizer}(lr={lr!r}): a learning rate is a number of at least 0, or a function from the number of "

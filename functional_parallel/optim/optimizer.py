@@ -96,12 +96,10 @@ def skipping(update: F) -> F:
 
 
 def skips_untrained(update: Callable[..., Any]) -> bool:
-    """Whether `update` is marked by `skipping`."""
     return update in _skipping
 
 
 def is_known_elementwise(update: Callable[..., Any]) -> bool:
-    """Whether `update` is marked by `mark_elementwise`."""
     return update in _known
 
 
@@ -143,10 +141,6 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
 
 def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
     """Return the rate of a step (0 for the first) as a float64 scalar. In float32, 0.1 would have an error of 1e-9.
-
-    >>> import torch
-    >>> learning_rate(lambda step: 0.1 / (1 + step), torch.tensor(1.0))
-    tensor(0.0500, dtype=torch.float64)
 
     A function that cannot be traced, because it needs the value of `step`, is called on the host when the program runs.
     """
@@ -192,19 +186,10 @@ def zeros_like(params: PyTree) -> PyTree:
 def map_leaves(
     update: Callable[..., tuple[PyTree, ...]], params: PyTree, *trees: PyTree, constants: PyTree = None
 ) -> tuple[PyTree, ...]:
-    """Apply an update to every floating-point or complex parameter, with its gradient and state.
+    """Apply `update(parameter, gradient, state…[, constant]) -> (new parameter, new state…)` to trees of them.
 
-    The update gets a complex parameter, its gradient and its state as pairs of real numbers. Other leaves are not
-    changed, and neither are parameters with a gradient of None.
-
-    Args:
-        update: (parameter, gradient, state…[, constant]) → (new parameter, new state…).
-        params: the parameters.
-        trees: the gradients, then the trees of the state.
-        constants: one value per parameter, which the update takes after the state and does not return.
-
-    Returns:
-        One tree per result of the update.
+    The update gets a complex parameter, its gradient and its state as pairs of real numbers. Leaves that are neither
+    floating-point nor complex are not changed, and neither are parameters with a gradient of None.
     """
     leaves, tree = optree.tree_flatten(params)
     columns = [tree.flatten_up_to(other) for other in trees]

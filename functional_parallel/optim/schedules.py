@@ -134,7 +134,6 @@ def as_step(step: Step) -> Tensor:
 
 
 def _progress(step: Step, steps: int) -> Tensor:
-    """Return the completed fraction, from 0 to 1."""
     return (as_step(step) / steps).clamp(0.0, 1.0)
 
 
@@ -153,11 +152,6 @@ def _warmed(schedule: Rate, steps: int) -> Rate:
 def _check_steps(name: str, steps: int) -> None:
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"schedules.{name}: it takes a number of steps of at least 1, not {steps!r}")
-
-
-# -----------------------------------------------------------------------------
-# DeepSpeed's schedules, with its names
-# -----------------------------------------------------------------------------
 
 
 def warmup_lr(high: float, steps: int, *, low: float = 0.0, shape: str = "log", compat: bool = False) -> Rate:
@@ -267,7 +261,6 @@ def range_test(low: float, size: int, *, rate: float = 1.0, stairs: bool = False
 
 
 def _warmup(low: float, high: float, steps: int, shape: str) -> Rate:
-    """Return the warm-up of DeepSpeed's schedules."""
     _check_steps("warmup_lr", steps)
     if shape not in ("log", "linear"):
         raise ValueError(f"schedules: a warm-up is of shape 'log' or 'linear', not {shape!r}")

@@ -13,11 +13,7 @@ __all__ = ["known_specs", "sum_over_shards"]
 
 
 def known_specs(optimizer: str, needs: str, specs: SpecTree) -> SpecTree:
-    """Return the specs that an update was given. Without specs, parameters are full.
-
-    Raises:
-        ValueError: inside a mapped function without specs. Parameters may then be shards of an unknown layout.
-    """
+    """Return the specs that an update was given. Without specs, parameters are full; shards may have any layout."""
     if specs is None and current_axes():
         raise ValueError(
             f"{optimizer} was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "

@@ -22,14 +22,13 @@ def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
     """
     is_like = _is_like(optree.tree_structure(params))
 
-    def placed(x: PyTree) -> SpecTree:
-        return optree.tree_map(_as_its_parameter, x, params, specs) if is_like(x) else P()
+    def placed(leaf: PyTree, param: PyTree, spec: P) -> P:
+        return spec if getattr(leaf, "shape", None) == getattr(param, "shape", None) else P()
 
-    return optree.tree_map(placed, state, is_leaf=is_like)
+    def of_subtree(x: PyTree) -> SpecTree:
+        return optree.tree_map(placed, x, params, specs) if is_like(x) else P()
 
-
-def _as_its_parameter(leaf: torch.Tensor, param: torch.Tensor, spec: P) -> P:
-    return spec if getattr(leaf, "shape", None) == getattr(param, "shape", None) else P()
+    return optree.tree_map(of_subtree, state, is_leaf=is_like)
 
 
 def tree_map_params(change: Callable[[PyTree], PyTree], state: PyTree, structure: optree.PyTreeSpec) -> PyTree:
@@ -46,10 +45,7 @@ def likes(state: PyTree, structure: optree.PyTreeSpec) -> list[PyTree]:
 
 def _is_like(structure: optree.PyTreeSpec) -> Callable[[PyTree], bool]:
     def is_like(x: PyTree) -> bool:
-        return structure.num_leaves > 0 and optree.tree_structure(x) == structure and not _is_scalar_leaf(x)
+        is_scalar = isinstance(x, torch.Tensor) and x.ndim == 0
+        return structure.num_leaves > 0 and not is_scalar and optree.tree_structure(x) == structure
 
     return is_like
-
-
-def _is_scalar_leaf(x: PyTree) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim == 0
