@@ -181,9 +181,6 @@ class Sampler:
             ValueError: if no epoch of this sampler has the position, for example the position of a sampler with smaller
                 batches.
         """
-        return self._run(self._here() if rank is None else rank, self._checked(start))
-
-    def _checked(self, start: Position) -> Position:
         epoch, batch = start
         if epoch < 0 or not 0 <= batch < self.batches:
             raise ValueError(
@@ -191,15 +188,14 @@ class Sampler:
                 f"{self.batch} has batches 0 to {self.batches - 1}; a run goes on with the length and the batch that "
                 "it began with, on any mesh"
             )
-        return Position(epoch, batch)
+        return self._run(self._here() if rank is None else rank, epoch, batch)
 
     def _here(self) -> int | None:
         """Return the rank of this process on the mesh, or None if it simulates all ranks."""
         runtime = default_runtime(self.mesh)
         return runtime.rank if isinstance(runtime, ProcessRuntime) else None
 
-    def _run(self, rank: int | None, start: Position) -> Iterator[tuple[Position, list[int]]]:
-        epoch, batch = start
+    def _run(self, rank: int | None, epoch: int, batch: int) -> Iterator[tuple[Position, list[int]]]:
         while True:
             order = self.order(epoch)
             for number in range(batch, self.batches):

@@ -96,25 +96,25 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
     runtime.agree(f"begins {name}", advice)
     sample = _common_sample(runtime.exchange(_sample(batch), "to compare samples"), mesh)
     while True:
-        worst = runtime.agree(f"asks {name} for batch {number}", advice, own.status(batch))
+        status = _PROBLEM if own.problem is not None else _NOTHING if batch is None else _BATCH
+        worst = runtime.agree(f"asks {name} for batch {number}", advice, status)
         if worst == _PROBLEM:
             own.fail(runtime.exchange(repr(own.problem) if own.problem else None, "to say what is wrong"))
         if worst == _NOTHING:
             return
-        yield pad_batch(_nothing_of(sample) if batch is None else batch, rows, like=sample)
+        if batch is None:
+            batch = optree.tree_map(lambda leaf: leaf[:0] if _has_rows(leaf) else leaf, sample)
+        yield pad_batch(batch, rows, like=sample)
         batch, number = own.take(), number + 1
 
 
 def check_same_call(runtime: Runtime[Any, Any], doing: str) -> None:
-    """Check that ranks with per-rank batches are about to make the same call.
-
-    `doing` describes the call; an error prints it after the name of the rank.
-    """
-    runtime.agree(
-        doing,
+    """Check that ranks with per-rank batches are about to make the same call. An error says what a rank is `doing`."""
+    advice = (
         "With batch='own' every rank takes as many steps, on batches of one shape: go through "
-        "fp.even_batches(batches, rows, mesh), which fills up what is short, masks it, and lets all ranks end together",
+        "fp.even_batches(batches, rows, mesh), which fills up what is short, masks it, and lets all ranks end together"
     )
+    runtime.agree(doing, advice)
 
 
 _NOTHING, _BATCH, _PROBLEM = range(3)
@@ -137,19 +137,11 @@ class _Own:
             self.problem = error
         return None
 
-    def status(self, batch: PyTree | None) -> int:
-        return _PROBLEM if self.problem is not None else _NOTHING if batch is None else _BATCH
-
     def fail(self, problems: list[str | None]) -> None:
         if self.problem is not None:
             raise self.problem
         told = "; ".join(f"{rank_name(self.mesh, rank)}: {problem}" for rank, problem in enumerate(problems) if problem)
         raise UnevenBatchError(f"the batches of other ranks end with an error, so all stop here. {told}")
-
-
-# -----------------------------------------------------------------------------
-# Rows and samples
-# -----------------------------------------------------------------------------
 
 
 def _has_rows(leaf: Tree) -> TypeGuard[torch.Tensor]:
@@ -179,14 +171,8 @@ def _rows_that_fit(batch: PyTree, rows: int) -> int:
 
 
 def _sample(batch: PyTree | None) -> PyTree | None:
-    """Return a copy of the first row of a batch, to be sent to the other ranks."""
-    if batch is None:
-        return None
+    """Return a copy of the first row of a batch, to be sent to the other ranks; None for None."""
     return optree.tree_map(lambda leaf: leaf[:1].detach().cpu().clone() if _has_rows(leaf) else leaf, batch)
-
-
-def _nothing_of(sample: PyTree) -> PyTree:
-    return optree.tree_map(lambda leaf: leaf[:0] if _has_rows(leaf) else leaf, sample)
 
 
 def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
@@ -201,15 +187,12 @@ def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
 
 
 def batch_signature(batch: PyTree, begin: int = 0) -> str:
-    """Return path, dtype and shape of every tensor of a batch, and path and repr of the other leaves.
+    """Return path, dtype and shape, from dim `begin` on, of every tensor of a batch, and repr of the other leaves."""
 
-    Dims before `begin` are omitted from the shapes.
-    """
+    def look(leaf: Tree) -> str:
+        if not isinstance(leaf, torch.Tensor):
+            return repr(leaf)
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[begin:])}"
+
     leaves = zip(tree_paths(batch), optree.tree_leaves(batch), strict=True)
-    return ", ".join(f"{path}: {_look(leaf, begin)}".removeprefix(": ") for path, leaf in leaves)
-
-
-def _look(leaf: Tree, begin: int) -> str:
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf)
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[begin:])}"
+    return ", ".join(f"{path}: {look(leaf)}".removeprefix(": ") for path, leaf in leaves)
