@@ -21,7 +21,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -44,14 +44,7 @@ _TARGETS = (__doc__ or "\n\n").split("\n\n", 1)[1]  # python -OO removes docstri
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: command-line arguments after the program name. By default, the arguments of this process.
-
-    Returns:
-        The exit status: 0, or 2 for an error in the arguments or in the objects that they name.
-    """
+    """Run one command. Return its status: 0, or 2 for an error in the arguments or in the objects that they name."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
     try:
@@ -73,12 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="what this machine has").set_defaults(run=_doctor)
 
     explain = commands.add_parser("explain", help="every collective of a program: kind, axis, count, bytes, line")
-    explain.add_argument(
-        "--group",
-        choices=("line", "axis", "pass"),
-        default="line",
-        help="one row per source line, per axis, or per pass",
-    )
+    of_each = "one row per source line, per axis, or per pass"
+    explain.add_argument("--group", choices=("line", "axis", "pass"), default="line", help=of_each)
     explain.add_argument("--json", action="store_true", help="print JSON instead of a table")
     explain.add_argument("--program", action="store_true", help="print the program's text instead of a table")
     explain.set_defaults(run=_explain)
@@ -113,36 +102,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# -----------------------------------------------------------------------------
-# doctor
-# -----------------------------------------------------------------------------
-
-
 def _doctor(_: argparse.Namespace) -> str:
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     rows = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": f"{os.cpu_count()}, of which torch uses {torch.get_num_threads()}",
-        "devices": _devices(),
+        "devices": ", ".join(["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(devices))]),
         "backends": _backends(),
         "launcher": _launcher(),
-        "extras": _extras(),
+        "extras": _listed({name: importlib.util.find_spec(name) for name in ("tqdm", "matplotlib", "hypothesis")}),
     }
     width = max(map(len, rows))
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
 
 
-def _devices() -> str:
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return ", ".join(["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(names))])
+def _listed(found: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.items())
 
 
 def _backends() -> str:
     if not dist.is_available():
         return "none: this torch is built without torch.distributed; ranks are simulated"
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.items())
+    return _listed(found)
 
 
 def _launcher() -> str:
@@ -158,11 +142,6 @@ def _launcher() -> str:
 def _extras() -> str:
     names = ("tqdm", "matplotlib", "hypothesis", "cloudpickle")
     return ", ".join(f"{name} {'yes' if importlib.util.find_spec(name) else 'no'}" for name in names)
-
-
-# -----------------------------------------------------------------------------
-# explain, price and memory
-# -----------------------------------------------------------------------------
 
 
 def _explain(chosen: argparse.Namespace) -> str:

@@ -51,11 +51,6 @@ __all__ = [
 ]
 
 
-# -----------------------------------------------------------------------------
-# Tracing
-# -----------------------------------------------------------------------------
-
-
 class TracingError(Error, ValueError):
     """Raised for a function that cannot be traced: it depends on values, or is not pure."""
 
@@ -74,11 +69,6 @@ class MemoryLayoutError(TracingError):
 
 class RandomKeyError(Error, RuntimeError):
     """Raised for a draw without a key."""
-
-
-# -----------------------------------------------------------------------------
-# Specs, types and layouts
-# -----------------------------------------------------------------------------
 
 
 class CollectiveTypeError(Error, ValueError):
@@ -120,11 +110,6 @@ class LayoutError(Error, ValueError):
     """Raised for a function with arguments of undeclared layout, or with a layout that was declared twice."""
 
 
-# -----------------------------------------------------------------------------
-# Partition and rules
-# -----------------------------------------------------------------------------
-
-
 class PartitionError(Error, ValueError):
     """Raised for a function that cannot be partitioned as its specs require."""
 
@@ -135,11 +120,6 @@ class PartitionWarning(UserWarning):
 
 class RuleError(Error, ValueError):
     """Raised for a rule's text that does not parse, or does not fit the op it is applied to."""
-
-
-# -----------------------------------------------------------------------------
-# Plans
-# -----------------------------------------------------------------------------
 
 
 class OrderError(Error, ValueError):
@@ -160,11 +140,6 @@ class PipelineError(Error, ValueError):
 
 class ScheduleError(Error, ValueError):
     """Raised for a schedule that cannot run, or for arguments that a rule does not support."""
-
-
-# -----------------------------------------------------------------------------
-# Running on ranks
-# -----------------------------------------------------------------------------
 
 
 class CollectiveError(Error, RuntimeError):
@@ -193,11 +168,6 @@ class LaunchError(Error, RuntimeError):
 
 class BackendError(Error, RuntimeError):
     """Raised for a backend that cannot compile here. It names the missing requirement."""
-
-
-# -----------------------------------------------------------------------------
-# Training
-# -----------------------------------------------------------------------------
 
 
 class DonatedStateError(Error, RuntimeError):
@@ -236,11 +206,6 @@ class UnevenBatchError(Error, ValueError):
 
     It is too large, has tensors of different lengths, or has samples that differ in signature from another rank.
     """
-
-
-# -----------------------------------------------------------------------------
-# Tests
-# -----------------------------------------------------------------------------
 
 
 class NotEquivalentError(Error, AssertionError):

@@ -132,11 +132,6 @@ def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torc
     return uniform(key, like) < p
 
 
-# -----------------------------------------------------------------------------
-# The ambient key
-# -----------------------------------------------------------------------------
-
-
 @dataclass
 class _Ambient:
     key: torch.Tensor
@@ -144,8 +139,7 @@ class _Ambient:
 
 
 def _ambient() -> list[_Ambient]:
-    """Ambient keys of this thread, innermost last."""
-    return _torch.of_thread("random", list[_Ambient])
+    return _torch.of_thread("random", list[_Ambient])  # innermost last
 
 
 @contextmanager
@@ -185,11 +179,7 @@ def next_key() -> torch.Tensor:
 
 
 def next_site(what: str) -> torch.Tensor:
-    """Return the key of the next site. `what` names the draw in the error.
-
-    Raises:
-        RandomKeyError: when there is no ambient key.
-    """
+    """Return the key of the next site. `what` names the draw in the error."""
     keys = _ambient()
     if not keys:
         raise RandomKeyError(
@@ -209,16 +199,12 @@ def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
 
 @intercept_op(torch.ops.aten.native_dropout.default)
 def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replacement of the CUDA kernel of dropout. Return the result and the mask of kept elements."""
+    """Replace the CUDA kernel of dropout, which returns the result and the mask of kept elements."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = ~happens(p, x, next_site("dropout"))
     return x * kept / (1 - p) if p < 1 else x * 0, kept
 
-
-# -----------------------------------------------------------------------------
-# The op
-# -----------------------------------------------------------------------------
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define("uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits) -> Tensor")
@@ -233,8 +219,7 @@ def _uniform(
     samples, rest), and a rank has its chunk of the samples. Each of several keys gives separate numbers. The dims of
     `key` precede those of `like`.
     """
-    position = torch.zeros((), dtype=torch.int64, device=like.device)
-    stride = 1
+    position, stride = torch.zeros((), dtype=torch.int64, device=like.device), 1
     for dim in range(len(shape) - 1, -1, -1):
         cuts = [
             (outer, DimSplit(axis_size(axis), samples), axis)
@@ -270,12 +255,8 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _fake(like: torch.Tensor, key: torch.Tensor, *_: Sequence[int] | Sequence[str]) -> torch.Tensor:
-    return like.new_empty((*key.shape, *like.shape))
-
-
 _library.impl("uniform", lambda *args: _uniform(*args).contiguous(), "CompositeExplicitAutograd")
-torch.library.register_fake("fp::uniform", _fake, lib=_library)
+torch.library.register_fake("fp::uniform", lambda like, key, *_: like.new_empty(key.shape + like.shape), lib=_library)
 
 
 def _vmap(
