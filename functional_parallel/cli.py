@@ -112,7 +112,9 @@ def _doctor(_: argparse.Namespace) -> str:
         "devices": ", ".join(["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(devices))]),
         "backends": _backends(),
         "launcher": _launcher(),
-        "extras": _listed({name: importlib.util.find_spec(name) for name in ("tqdm", "matplotlib", "hypothesis")}),
+        "extras": _listed(
+            {name: importlib.util.find_spec(name) for name in ("tqdm", "matplotlib", "hypothesis", "cloudpickle")}
+        ),
     }
     width = max(map(len, rows))
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
@@ -137,11 +139,6 @@ def _launcher() -> str:
     if launch is None:
         return "none: ranks are simulated in one process (start with torchrun or fp.launch for real ones)"
     return f"{launch}" if launch.address else f"{launch}; ranks are simulated, since MASTER_ADDR is not set"
-
-
-def _extras() -> str:
-    names = ("tqdm", "matplotlib", "hypothesis", "cloudpickle")
-    return ", ".join(f"{name} {'yes' if importlib.util.find_spec(name) else 'no'}" for name in names)
 
 
 def _explain(chosen: argparse.Namespace) -> str:
