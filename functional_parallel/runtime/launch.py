@@ -151,9 +151,7 @@ def _started(context: Any, number: int, ranks: int, call: Any) -> _Rank:
     return _Rank(process, mine)
 
 
-# -----------------------------------------------------------------------------
-# On a rank
-# -----------------------------------------------------------------------------
+# --- On a rank ---
 
 
 def _run(number: int, ranks: int, pipe: Any, call: Any) -> None:
@@ -201,9 +199,7 @@ def _failure(error: BaseException) -> _Failure:
     return _Failure(f"raised\n{traceback.format_exc()}", distance, pickled)
 
 
-# -----------------------------------------------------------------------------
-# What ranks send
-# -----------------------------------------------------------------------------
+# --- What ranks send ---
 
 
 def _collected(running: list[_Rank]) -> list[Any]:

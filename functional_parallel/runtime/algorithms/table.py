@@ -56,9 +56,7 @@ class Algorithm:
     signals: bool = False
 
 
-# -----------------------------------------------------------------------------
-# Algorithms of messages: a reduce phase and a gather phase; an all-reduce runs both
-# -----------------------------------------------------------------------------
+# --- Algorithms of messages: a reduce phase and a gather phase; an all-reduce runs both ---
 
 Reduce = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor], Tensor, Dtype], CollectiveSteps]
 Gather = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor]], CollectiveSteps]
@@ -110,9 +108,7 @@ def _of_messages(
     return Algorithm(name, is_ordered, refuses, all_reduce, _reduce_only(reduce), _gather_only(gather), all_to_all)
 
 
-# -----------------------------------------------------------------------------
-# Shared memory
-# -----------------------------------------------------------------------------
+# --- Shared memory ---
 
 
 def _share_nothing(team: AlgorithmGroup) -> str | None:

@@ -5,11 +5,4 @@ from .inductor import check_backend
 from .origins import Log, Origin, Recorded
 from .regions import with_regions
 
-__all__ = [
-    "Log",
-    "Origin",
-    "Recorded",
-    "Writer",
-    "check_backend",
-    "with_regions",
-]
+__all__ = ["Log", "Origin", "Recorded", "Writer", "check_backend", "with_regions"]

@@ -72,9 +72,7 @@ def with_regions(program: Program) -> RegionProgram:
     return regions
 
 
-# -----------------------------------------------------------------------------
-# Selection of the ops, and the cuts
-# -----------------------------------------------------------------------------
+# --- Selection of the ops, and the cuts ---
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -204,9 +202,7 @@ def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
     return counts
 
 
-# -----------------------------------------------------------------------------
-# The graph with regions
-# -----------------------------------------------------------------------------
+# --- The graph with regions ---
 
 
 class _RegionBuilder:

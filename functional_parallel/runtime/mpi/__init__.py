@@ -3,9 +3,4 @@
 from .choice import BACKEND_VARIABLE, MPI_BACKENDS, chosen_backend
 from .start import start_mpi
 
-__all__ = [
-    "BACKEND_VARIABLE",
-    "MPI_BACKENDS",
-    "chosen_backend",
-    "start_mpi",
-]
+__all__ = ["BACKEND_VARIABLE", "MPI_BACKENDS", "chosen_backend", "start_mpi"]

@@ -2,6 +2,4 @@
 
 from .pipelined import PipelineRuntime
 
-__all__ = [
-    "PipelineRuntime",
-]
+__all__ = ["PipelineRuntime"]

@@ -3,7 +3,4 @@
 from .process_communicator import ProcessCommunicator
 from .processes import ProcessRuntime
 
-__all__ = [
-    "ProcessCommunicator",
-    "ProcessRuntime",
-]
+__all__ = ["ProcessCommunicator", "ProcessRuntime"]

@@ -46,11 +46,7 @@ class TorchCollectives:
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
         handle = self._groups.over(axes).handle
         return self._started(
-            operation,
-            x,
-            axes,
-            lambda: dist.all_reduce(result, how, handle, async_op=True),
-            lambda: finish(result),
+            operation, x, axes, lambda: dist.all_reduce(result, how, handle, async_op=True), lambda: finish(result)
         )
 
     def reduce_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> PendingCollective:

@@ -46,13 +46,7 @@ class AxisGroup:
             check would take time on a device.
     """
 
-    def __init__(
-        self,
-        group: _TaggedGroup,
-        rank: int,
-        ranks: tuple[int, ...],
-        waits: GroupWaits,
-    ) -> None:
+    def __init__(self, group: _TaggedGroup, rank: int, ranks: tuple[int, ...], waits: GroupWaits) -> None:
         self._handle, self._tags = group.handle, group.tags
         self.ranks, self._waits = ranks, waits
         self.rank = ranks.index(rank)

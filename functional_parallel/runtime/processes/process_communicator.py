@@ -19,15 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...collectives import GATHERED, are_bound, bind, reference
-from ..algorithms import (
-    Algorithm,
-    AlgorithmGroup,
-    Selection,
-    TaggedMessages,
-    launch,
-    requested_algorithm,
-    select,
-)
+from ..algorithms import Algorithm, AlgorithmGroup, Selection, TaggedMessages, launch, requested_algorithm, select
 from ..buffers import BucketLayout, BucketOutput, LazyBucket, cat_or_view, to_tensor
 from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name, waiting
 from .backend import TorchCollectives

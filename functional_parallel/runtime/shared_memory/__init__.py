@@ -5,11 +5,4 @@ from .channels import LARGEST, Channels
 from .memory import SharedMemory
 from .rendezvous import connect, host_identity
 
-__all__ = [
-    "LARGEST",
-    "Channels",
-    "SharedMemory",
-    "connect",
-    "host_identity",
-    "shared",
-]
+__all__ = ["LARGEST", "Channels", "SharedMemory", "connect", "host_identity", "shared"]

@@ -315,9 +315,7 @@ class _Signal:
         self._memory.wait_for(self._number, self._mark)
 
 
-# -----------------------------------------------------------------------------
-# Memory without a name
-# -----------------------------------------------------------------------------
+# --- Memory without a name ---
 
 
 def anonymous_memory(size: int) -> int:

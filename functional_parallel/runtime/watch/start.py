@@ -77,14 +77,7 @@ def launched_store(launch: Launch, timeout: float, name: Name = str) -> dist.Sto
     while True:
         try:
             store = dist.TCPStore(
-                host,
-                port,
-                size,
-                serves,
-                clock.slice,
-                wait_for_workers=False,
-                use_libuv=libuv,
-                **options,
+                host, port, size, serves, clock.slice, wait_for_workers=False, use_libuv=libuv, **options
             )
             break
         except RuntimeError as error:
