@@ -69,9 +69,7 @@ class RankClasses:
     def jobs(self, axes: tuple[str, ...], made: AxisSet, held: AxisSet) -> Jobs:
         """Return the work of a collective: per group, the classes of its operands and the class of each result.
 
-        Args:
-            axes: the axes of the collective.
-            made, held: the axes along which its result and its operand vary.
+        `made` and `held` are the axes along which its result and its operand vary.
         """
         key = (axes, made, held)
         if key not in self._jobs:

@@ -29,17 +29,7 @@ _made: dict[tuple[Mesh, str], tuple[Runtime[Any, Any], weakref.ref[dist.ProcessG
 def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
     """Return the runtime of a mesh: one rank per process under torchrun or with a process group, else simulated.
 
-    >>> from sharding_specs import Mesh
-    >>> type(default_runtime(Mesh(data=2))).__name__
-    'SimulatedRuntime'
-
-    Args:
-        mesh: its size must be the number of processes, if there are several.
-        reduction: "fast", sums in any order, or "ordered", sums in rank order, as simulated ranks always add.
-
-    Raises:
-        CollectiveError: if `destroy_process_group` was called after the mesh was used.
-        LaunchError: if the variables of two launchers contradict each other, and there is no process group.
+    The reduction is "fast", sums in any order, or "ordered", sums in rank order, as simulated ranks always add.
     """
     if mesh in _chosen:
         runtime, world = _chosen[mesh]
@@ -141,7 +131,6 @@ def _has_processes() -> bool:
 
 
 def _simulated(mesh: Mesh) -> SimulatedRuntime:
-    """Return a simulated runtime. Warn if a launcher seems to have started several processes."""
     seeming = seeming_launch()
     if mesh.size > 1 and seeming is not None:
         by, name, size = seeming

@@ -17,17 +17,11 @@ Part = torch.Tensor | list[torch.Tensor]  # a value on one rank of a pipeline: i
 
 @dataclass(slots=True, eq=False)
 class PipelineValue:
-    """A value that some ranks of a pipeline hold.
+    """A value that some ranks of a pipeline hold."""
 
-    Attributes:
-        parts: the values of those ranks that are in this process.
-        holders: the ranks that hold the value; None means all.
-        aval: its shape and dtype on one rank.
-    """
-
-    parts: dict[int, Part]
-    holders: frozenset[int] | None
-    aval: Aval
+    parts: dict[int, Part]  # of those ranks that are in this process
+    holders: frozenset[int] | None  # None means all
+    aval: Aval  # on one rank
 
 
 def storages(*values: PyTree) -> set[int]:
@@ -45,11 +39,7 @@ def storages(*values: PyTree) -> set[int]:
 
 
 def runtime_kind_of(handle: PyTree) -> str:
-    """Return the holders of a handle: "simulated ranks" or "real processes".
-
-    >>> runtime_kind_of([torch.ones(2), torch.zeros(2)])
-    'simulated ranks'
-    """
+    """Return the holders of a handle: "simulated ranks" or "real processes"."""
     part = next(iter(handle.parts.values()), None) if isinstance(handle, PipelineValue) else handle
     return "simulated ranks" if isinstance(part, list) else "real processes"
 

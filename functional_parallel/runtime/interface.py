@@ -27,19 +27,14 @@ Value = TypeVar("Value")
 
 
 class Runtime(ABC, Generic[Handle, Runnable]):
-    """Base class of runtimes.
-
-    Attributes:
-        mesh: the mesh.
-        holders: the kind of ranks that hold values, for messages.
-        calls: number of calls that this rank has made with the others.
-    """
+    """Base class of runtimes."""
 
     mesh: Mesh
-    holders: str
+    holders: str  # the kind of ranks that hold values, for messages
 
     @property
     def calls(self) -> int:
+        """Number of calls that this rank has made with the others."""
         return 0
 
     # --- values ---

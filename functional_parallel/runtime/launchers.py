@@ -18,27 +18,16 @@ _PORTS = range(10_000, 30_000)  # below those that systems give to outgoing conn
 
 @dataclass(frozen=True)
 class Launch:
-    """This process, as the variables of its launcher describe it.
+    """This process, as the variables of its launcher describe it."""
 
-    Attributes:
-        by: name of the launcher.
-        rank: rank of this process.
-        size: number of processes.
-        local_rank: number of this process on its host.
-        agents: number of processes of the launcher itself, which another launcher may have started.
-        address: host of rank 0; "" if the variables do not tell it.
-        port: port on which rank 0 serves the store.
-        variables: the variables that were read, with their values.
-    """
-
-    by: str
+    by: str  # name of the launcher
     rank: int
     size: int
-    local_rank: int
-    agents: int
-    address: str
-    port: int
-    variables: dict[str, str]
+    local_rank: int  # number of this process on its host
+    agents: int  # processes of the launcher itself, which another launcher may have started
+    address: str  # host of rank 0; "" if the variables do not tell it
+    port: int  # on which rank 0 serves the store
+    variables: dict[str, str]  # that were read, with their values
 
     def __str__(self) -> str:
         where = f", rank 0 at {self.address}:{self.port}" if self.address else ""
@@ -91,9 +80,6 @@ def launch_of_environment() -> Launch | None:
     """Return what the launcher of this process says, or None if no launcher has set its variables.
 
     Variables of several launchers are accepted if they agree, or if one launcher has started the other.
-
-    Raises:
-        LaunchError: if the variables of two launchers contradict each other, or if one of them is not a number.
     """
     found = [launch for names in _LAUNCHERS if (launch := _read(names)) is not None]
     alike = [launch for launch in found if (launch.rank, launch.size) == (found[0].rank, found[0].size)]

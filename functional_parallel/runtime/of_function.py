@@ -18,11 +18,7 @@ __all__ = ["refuse_asynchronous", "runtime_of"]
 
 
 def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
-    """Reject a pipeline that updates weights between microbatches, because it supports only training steps.
-
-    Raises:
-        PipelineError: when the schedule of the pipeline is asynchronous.
-    """
+    """Reject a pipeline that updates weights between microbatches, because it supports only training steps."""
     plan = pipeline_of(f.layout)
     if plan is not None and plan.on(mesh).versions is not None:
         raise PipelineError(

@@ -36,15 +36,9 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class GroupWaits:
-    """What a rank's waits for the others of its group need, if they are not torch's.
+    """What a rank's waits for the others of its group need, if they are not torch's."""
 
-    Attributes:
-        timeout: seconds to wait for another rank.
-        doing: call log of this rank.
-        names: the ranks' names, for messages.
-    """
-
-    timeout: float = 600.0
+    timeout: float = 600.0  # seconds to wait for another rank
     doing: CallLog = field(default_factory=CallLog)
     names: Sequence[str] = ()
 
@@ -55,19 +49,9 @@ class GroupWaits:
 class AlgorithmGroup(RankGroup):
     """A process group with its ranks numbered in the order of the mesh axes.
 
-    Args:
-        handle: torch's process group.
-        rank: this rank's number.
-        seats: per rank, its number in torch's group.
-        waits: what waits for the other ranks need.
-        tags: shared by all groups on one process group, so that their collectives have different tags.
-        host: id that is equal on ranks that may share memory; None queries the system.
-
-    Attributes:
-        hosts: per host, its ranks.
-        on_my_host: the ranks on this rank's host.
-        is_on_one_host: whether all ranks are on one host.
-        shared: the memory shared by the ranks of this host, or None.
+    `seats` has each rank's number in torch's group. `tags` is shared by all groups on one process group, so that their
+    collectives have different tags. `host` is an id that is equal on ranks that may share memory; None queries the
+    system.
     """
 
     def __init__(
@@ -87,14 +71,13 @@ class AlgorithmGroup(RankGroup):
         by_name: dict[str, list[int]] = {}
         for number, name in enumerate(names):
             by_name.setdefault(name, []).append(number)
-        self.hosts = list(by_name.values())
+        self.hosts = list(by_name.values())  # per host, its ranks
         self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
         self.is_on_one_host = len(self.hosts) == 1
         here = [waits.name(number) for number in self.on_my_host]
         self.shared = connect(rank, self.on_my_host, self.exchange, waits.timeout, waits.doing, here)
 
     def run(self, steps: CollectiveSteps) -> RunningCollective:
-        """Start an algorithm."""
         return RunningCollective(steps) if self.shared is None else self.shared.run(steps)
 
     def messages(self) -> TaggedMessages:
@@ -196,15 +179,9 @@ class _UnderWay:
     __slots__ = ("_direction", "_handle", "_seat", "_staged", "_work")
 
     def __init__(
-        self,
-        work: dist.Work,
-        handle: ProcessGroupRef,
-        seat: int,
-        direction: str,
-        staged: tuple[Tensor, Tensor] | None = None,
+        self, work: dist.Work, handle: ProcessGroupRef, seat: int, direction: str, staged: tuple[Tensor, Tensor] | None
     ) -> None:
-        self._work, self._handle, self._seat, self._direction = work, handle, seat, direction
-        self._staged = staged
+        self._work, self._handle, self._seat, self._direction, self._staged = work, handle, seat, direction, staged
 
     def wait(self) -> None:
         try:

@@ -15,13 +15,7 @@ __all__ = ["CallCheck"]
 
 
 class CallCheck:
-    """One rank's end of the check.
-
-    Args:
-        ranks: the ranks of the group.
-        messages: messages between them under the tag `ROLL_CALL`, so that a rank in a different call is heard too.
-        waits: this rank's call log, and the ranks' names.
-    """
+    """One rank's end of the check. The tag of messages is `ROLL_CALL`, so that ranks in other calls are heard too."""
 
     def __init__(self, ranks: RankGroup, messages: TaggedMessages, waits: GroupWaits) -> None:
         self._ranks, self._messages, self._waits = ranks, messages, waits

@@ -40,15 +40,9 @@ def all_reduce(
     accumulated: torch.dtype | None,
     layout: BucketLayout | None = None,
 ) -> StartedCollective:
-    """Sum over the ranks, into the operand's memory if it may be overwritten.
+    """Sum over the ranks, into the operand's memory if `overwrite`. A layout requests slices of the sum.
 
-    Args:
-        algorithm: an algorithm that supports the group.
-        team: the ranks.
-        x: this rank's operand; flat if there is a layout.
-        overwrite: whether the operand's memory may be overwritten.
-        accumulated: dtype of the accumulation; None means the operand's.
-        layout: requested slices of the sum. If `x` is a bucket, one per tensor, in their order.
+    An operand with a layout is flat. If it is a bucket, the layout has one slice per tensor, in their order.
     """
     operand = _as_it_lies(algorithm, x)
     # up to `AT_ONCE` bytes are sent in one piece and added in one op
@@ -80,15 +74,7 @@ def reduce_scatter(
 def all_gather(
     algorithm: Algorithm, team: AlgorithmGroup, x: CollectiveInput, dim: int, layout: BucketLayout | None = None
 ) -> StartedCollective:
-    """Concatenate all ranks' operands along a dim. With a layout, return the tensors that are packed in the result.
-
-    Args:
-        algorithm: an algorithm that supports the group.
-        team: the ranks.
-        x: this rank's operand; flat if there is a layout.
-        dim: dim of the concatenation.
-        layout: layout of the tensors in the gathered bucket.
-    """
+    """Concatenate all ranks' operands along a dim. With a layout, they are flat; return the tensors packed in them."""
     operand = _as_it_lies(algorithm, x)
     if layout is not None and algorithm.packs:
         leaves = DirectOutputs(layout, operand.dtype, operand.device)

@@ -15,18 +15,7 @@ COLLECTIVE_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 def requested_algorithm(given: str | None, ordered: bool) -> str:
-    """Return the requested algorithm: the argument, else the environment variable, else "auto".
-
-    >>> requested_algorithm("ring", ordered=False)
-    'ring'
-
-    Args:
-        given: the argument.
-        ordered: whether sums must be in rank order.
-
-    Raises:
-        ValueError: if the name is unknown, or if `ordered` is set and the algorithm does not add in rank order.
-    """
+    """Return the requested algorithm: the argument, else the environment variable, else "auto"."""
     name = given or os.environ.get(VARIABLE) or "auto"
     known = ["auto", "backend", *ALGORITHMS]
     if name not in known:
@@ -42,28 +31,14 @@ def requested_algorithm(given: str | None, ordered: bool) -> str:
 
 @dataclass(frozen=True)
 class Selection:
-    """The algorithm of one kind of collective in a group.
-
-    Attributes:
-        algorithm: the algorithm; None for the backend's own collective.
-        because: the reason.
-    """
+    """The algorithm of one kind of collective in a group, and the reason. None is the backend's own collective."""
 
     algorithm: Algorithm | None
     because: str
 
 
 def select(team: AlgorithmGroup, setting: str, ordered: bool) -> dict[str, Selection]:
-    """Select the algorithms of a group, by kind of collective. Sizes, dtypes and times have no influence.
-
-    Args:
-        team: the ranks.
-        setting: "auto", or the name of an algorithm.
-        ordered: whether sums must be in rank order.
-
-    Raises:
-        ValueError: if this group cannot use the requested algorithm.
-    """
+    """Select the algorithms of a group, by kind of collective. Sizes, dtypes and times have no influence."""
     forced = ALGORITHMS.get(setting)
     if forced is None:
         return {kind: _by_rule(team, kind, ordered) for kind in COLLECTIVE_KINDS}

@@ -32,28 +32,20 @@ AllToAllFn = Callable[[AlgorithmGroup, Sequence[Tensor], Sequence[Tensor]], Coll
 class Algorithm:
     """Implementation of the collectives of a group. Results are written into contiguous tensors of the caller.
 
-    Attributes:
-        name: its name in the field `algorithm` and in `FUNCTIONAL_PARALLEL_ALGORITHM`.
-        is_ordered: whether it adds in rank order.
-        refuses: returns the reason why it cannot serve a group, or None.
-        all_reduce: writes the sum into the third argument, which may be the operand or the tensors packed in it.
-        reduce_scatter: adds chunks by rank, equal in shape; writes this rank's sum into the third argument.
-        all_gather: gathers operands into contiguous parts by rank.
-        all_to_all: exchanges chunks by rank into parts by rank; None if the algorithm has no better method.
-        packs: whether it supports buckets. The operand of a sum or gather and the chunks of a scatter may be a
-            `LazyBucket`. The parts of a gather may be `DirectOutputs`, and the result of a sum several flat tensors.
-        signals: whether ranks see the calls of the others before they read their data.
+    An `all_reduce` may write over its operand, or over the tensors packed in it. An algorithm that `packs` supports
+    buckets. The operand of a sum or gather and the chunks of a scatter may be a `LazyBucket`. The parts of a gather may
+    be `DirectOutputs`, and the result of a sum several flat tensors.
     """
 
-    name: str
-    is_ordered: bool
-    refuses: Callable[[AlgorithmGroup], str | None]
-    all_reduce: AllReduce
-    reduce_scatter: ReduceScatter
-    all_gather: AllGatherFn
-    all_to_all: AllToAllFn | None = None
+    name: str  # in the argument `algorithm` and in `FUNCTIONAL_PARALLEL_ALGORITHM`
+    is_ordered: bool  # whether it adds in rank order
+    refuses: Callable[[AlgorithmGroup], str | None]  # returns the reason why it cannot serve a group
+    all_reduce: AllReduce  # writes the sum into the third argument
+    reduce_scatter: ReduceScatter  # adds chunks by rank, equal in shape; writes this rank's sum into the third argument
+    all_gather: AllGatherFn  # gathers operands into contiguous parts by rank
+    all_to_all: AllToAllFn | None = None  # exchanges chunks by rank into parts by rank; None: no better method
     packs: bool = False
-    signals: bool = False
+    signals: bool = False  # whether ranks see the calls of the others before they read their data
 
 
 # --- Algorithms of messages: a reduce phase and a gather phase; an all-reduce runs both ---

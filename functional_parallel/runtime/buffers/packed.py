@@ -17,14 +17,11 @@ __all__ = ["ConcatReader", "LazyBucket", "to_tensor"]
 
 
 class ConcatReader:
-    """Sequential reader of tensors that are concatenated along their last dim. It reads each element once, in order.
+    """Reader of tensors that are concatenated along their last dim. It releases each tensor once it is read.
 
     >>> tensors = ConcatReader([torch.tensor([1, 2, 3]), torch.tensor([4])])
     >>> tensors.next(2), tensors.next(2)
     ([tensor([1, 2])], [tensor([3]), tensor([4])])
-
-    Args:
-        tensors: iterated lazily. Each tensor is released once it is read.
     """
 
     __slots__ = ("_current", "_done", "_rest")
@@ -56,16 +53,8 @@ class LazyBucket:
     >>> LazyBucket([torch.tensor([[1, 2], [3, 4]]), torch.tensor([5, 6])], 2, [1, 0]).whole()
     tensor([1, 3, 5, 2, 4, 6])
 
-    Args:
-        tensors: at least one tensor; all have one dtype and device.
-        parts: number of equal runs of the bucket, one per rank.
-        dims: per tensor, the dim that is split into chunks.
-        given_up: per tensor, whether its memory may be overwritten. None means that all tensors are still needed.
-
-    Attributes:
-        tensors: the tensors, until they are packed.
-        parts, shape, dtype, device, nbytes: of the full bucket, which is flat.
-        length: number of elements of a run.
+    The tensors have one dtype and device. Each is split along its dim into one chunk per rank, for the rank's run of
+    the bucket. `given_up` tells whose memory may be overwritten; None means that all tensors are still needed.
     """
 
     __slots__ = ("_dims", "_given_up", "_runs", "device", "dtype", "length", "nbytes", "parts", "shape", "tensors")
@@ -77,6 +66,7 @@ class LazyBucket:
         self._given_up = [False] * len(tensors) if given_up is None else given_up
         self._runs = ConcatReader(_runs_of(deque(tensors), parts, dims))
         self.dtype, self.device = tensors[0].dtype, tensors[0].device
+        # of the full bucket, which is flat, and of one run
         self.shape = torch.Size([sum(x.numel() for x in tensors)])
         self.nbytes, self.length = self.shape.numel() * self.dtype.itemsize, self.shape.numel() // parts
 

@@ -11,15 +11,9 @@ __all__ = ["ordered_sum"]
 
 
 def ordered_sum(parts: Sequence[Tensor], out: Tensor, accumulated: torch.dtype | None = None) -> Tensor:
-    """Sum tensors sequentially, in the order of `collectives.group` and so with identical bits.
+    """Sum tensors of one shape and dtype sequentially, in the order of `collectives.group` and so with identical bits.
 
-    >>> ordered_sum([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([4.0])], torch.empty(1))
-    tensor([7.])
-
-    Args:
-        parts: at least two tensors of one shape and dtype.
-        out: receives the sum; may be one of them.
-        accumulated: dtype of the accumulation; None means their dtype.
+    `out` may be one of them. There are at least two.
     """
     if accumulated is not None and accumulated != parts[0].dtype:
         total = torch.add(parts[0].to(accumulated), parts[1])

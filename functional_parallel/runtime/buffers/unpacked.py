@@ -1,8 +1,7 @@
 """Results of a collective on a bucket: each tensor is received into its destination, or sliced from a full result.
 
-An algorithm that copies its input copies it directly to the destination, and an algorithm that adds writes
-the sum there.
-This saves the full result and one copy.
+An algorithm that copies its input copies it directly to the destination, and an algorithm that adds writes the sum
+there. This saves the full result and one copy.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ class BucketOutput(Protocol):
 class BucketLayout:
     """Layout of tensors in a bucket that holds one run per rank.
 
-    Attributes:
-        runs: number of runs.
-        leaves: per tensor, the arguments of `fp.unpack`: offset of its chunk in a run, shape of the chunk, and the dim
-            along which the chunks are concatenated.
-        targets: per tensor, an existing tensor to overwrite, or None to allocate a new one.
+    `leaves` has per tensor the arguments of `fp.unpack`: offset of its chunk in a run, shape of the chunk, and the dim
+    along which the chunks are concatenated. `targets` has the tensors to overwrite; None allocates a new one.
     """
 
     runs: int

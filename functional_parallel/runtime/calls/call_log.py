@@ -28,30 +28,16 @@ class CallListener(Protocol):
 
 
 class CallLog:
-    """The current call of this rank, and its call id.
-
-    Args:
-        me: this rank's name, for messages.
-
-    Attributes:
-        mark: id of the current call, computed from its count, kind and values. Ranks that make the same calls have the
-            same mark.
-        count: number of calls so far.
-    """
+    """The current call of this rank. Ranks that make the same calls have the same mark, the id of their call."""
 
     def __init__(self, me: str = "this one") -> None:
         self._me = me
-        self.mark = self.count = 0
+        self.mark = self.count = 0  # id of the current call, and the number of calls so far
         self._known = {_kind(READS): READS}
         self._told: weakref.WeakSet[CallListener] = weakref.WeakSet()
 
     def begin(self, what: str, values: int = 0) -> None:
-        """Begin a call.
-
-        Args:
-            what: description of the call, to be read after "rank 0".
-            values: a number computed from the inputs of the call. It must be equal on all ranks.
-        """
+        """Begin a call. `what` is read after "rank 0"; `values` is computed from its inputs and equal on all ranks."""
         self.count += 1
         CURRENT.begin(what)
         kind = _kind(what)
@@ -65,7 +51,6 @@ class CallLog:
         return (count + (rest >> _KIND_FROM)) % (1 << bits)
 
     def tell(self, told: CallListener) -> None:
-        """Register a listener that `announce` calls."""
         self._told.add(told)
 
     def announce(self) -> None:
@@ -74,15 +59,7 @@ class CallLog:
             each.announce()
 
     def refuse(self, other: int, who: str) -> None:
-        """Raise an error that names the different calls.
-
-        Args:
-            other: mark of the other rank.
-            who: name of the other rank.
-
-        Raises:
-            CallMismatchError: always.
-        """
+        """Raise an error that names this rank's call and the call with mark `other` of rank `who`."""
         if other >> _KIND_FROM == self.mark >> _KIND_FROM:
             raise CallMismatchError(
                 f"the ranks were given different batches: {self._me} {self._name(self.mark)}, and {who} does with "

@@ -14,11 +14,7 @@ __all__ = ["ProcessGroupRef"]
 
 
 class ProcessGroupRef:
-    """Weak reference to a process group.
-
-    Args:
-        group: a process group that torch.distributed holds.
-    """
+    """Weak reference to a process group that torch.distributed holds."""
 
     __slots__ = ("_group",)
 
@@ -27,11 +23,7 @@ class ProcessGroupRef:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group.
-
-        Raises:
-                RuntimeError: if the group was destroyed.
-        """
+        """The group, unless it was destroyed."""
         if (group := self._group()) is None:
             raise RuntimeError("torch.distributed.destroy_process_group() has let the processes go")
         return group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,15 +15,13 @@ from .waits import NamedWait
 
 __all__ = ["PendingCollective"]
 
+Result = TypeVar("Result")
+
 
 class PendingCollective:
-    """A started collective.
+    """A started collective. `start` returns torch's handle, or None if no data must be sent.
 
-    Args:
-        start: starts it and returns torch's handle, or None if no data must be sent.
-        finish: computes the result, one or several tensors, after all bytes have arrived. Until then its closure keeps
-            the buffers alive.
-        wait: the wait for the other ranks, which builds the error messages.
+    `finish` computes the result after all bytes have arrived. Until then its closure keeps the buffers alive.
     """
 
     __slots__ = ("_began", "_finish", "_on", "_work")
@@ -31,28 +29,29 @@ class PendingCollective:
     def __init__(self, start: Callable[[], Waitable | None], finish: Callable[[], Any], wait: NamedWait) -> None:
         self._finish, self._on = finish, wait
         self._began = time.monotonic()
-        before, CURRENT.on = CURRENT.on, wait
-        CURRENT.waits += 1
-        try:
-            self._work = start()
-        except (CallMismatchError, RuntimeError, ValueError) as error:
-            raise self._failure(error) from error
-        finally:
-            CURRENT.on = before
+        self._work = self._noted(start)
 
     def wait(self) -> Any:
         """Wait and return the result: a contiguous tensor, or several tensors."""
         if self._work is not None:
-            before, CURRENT.on = CURRENT.on, self._on
-            CURRENT.waits += 1
-            try:
-                self._work.wait()
-            except (CallMismatchError, RuntimeError, ValueError) as error:
-                raise self._failure(error) from error
-            finally:
-                CURRENT.on = before
+            self._noted(self._work.wait)
         result = self._finish()
         return result.contiguous() if isinstance(result, Tensor) else result
+
+    def tensor(self) -> Tensor:
+        """Wait and return the result of a collective without a layout."""
+        result: Tensor = self.wait()
+        return result
+
+    def _noted(self, act: Callable[[], Result]) -> Result:
+        before, CURRENT.on = CURRENT.on, self._on
+        CURRENT.waits += 1
+        try:
+            return act()
+        except (CallMismatchError, RuntimeError, ValueError) as error:
+            raise self._failure(error) from error
+        finally:
+            CURRENT.on = before
 
     def _failure(self, error: Exception) -> Exception:
         if isinstance(error, CallMismatchError):

@@ -34,52 +34,32 @@ class Wait(Protocol):
 
 
 class Lost(NamedTuple):
-    """The reason why no wait of this process can end.
+    """The reason why no wait of this process can end."""
 
-    Attributes:
-        text: the reason; empty if a rank died.
-        out_of_step: whether ranks made different calls.
-    """
-
-    text: str
-    out_of_step: bool = False
+    text: str  # empty if a rank died
+    out_of_step: bool = False  # whether ranks made different calls
 
 
 class Current:
-    """The state of this process.
-
-    Attributes:
-        calls: descriptions of the last calls, the newest last.
-        count: number of calls so far, over all meshes.
-        step: the current training step.
-        on: the wait that this process is in.
-        waits: number of waits so far.
-        failed: numbers of calls that ended by an error on this rank, each with the error.
-        gone: ranks that died, in order of death, each with a description of its end.
-        left: ranks that ended normally, each with its number of calls.
-        lost: the reason why no wait can end.
-        learn: waits for news of the watch, for at most this number of seconds.
-        wake: makes the watch check immediately.
-    """
+    """The state of this process."""
 
     def __init__(self) -> None:
-        self.calls: deque[str] = deque(maxlen=_REMEMBERED)
-        self.count = self.waits = 0
+        self.calls: deque[str] = deque(maxlen=_REMEMBERED)  # descriptions, the newest last
+        self.count = self.waits = 0  # calls, over all meshes, and waits so far
         self.step: int | None = None
-        self.on: Wait | None = None
-        self.failed: dict[int, str] = {}
+        self.on: Wait | None = None  # the wait that this process is in
+        self.failed: dict[int, str] = {}  # by number of a call that ended by an error on this rank
         self.forget()
 
     def forget(self) -> None:
         """Discard the findings about other ranks, for new process groups or in a forked process."""
-        self.gone: dict[int, str] = {}
-        self.left: dict[int, int] = {}
+        self.gone: dict[int, str] = {}  # by rank that died, in order of death, a description of its end
+        self.left: dict[int, int] = {}  # by rank that ended normally, its number of calls
         self.lost: Lost | None = None
-        self.learn: Callable[[float], None] = _nothing
-        self.wake: Callable[[], None] = _no_watch
+        self.learn: Callable[[float], None] = lambda seconds: None  # waits at most so long for news of the watch
+        self.wake: Callable[[], None] = lambda: None  # makes the watch check immediately
 
     def begin(self, what: str) -> None:
-        """Note a call."""
         self.count += 1
         self.calls.append(what)
 
@@ -95,14 +75,6 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:2000]}" if lines else type(error).__name__
 
 
-def _nothing(seconds: float) -> None:
-    pass
-
-
-def _no_watch() -> None:
-    pass
-
-
 CURRENT = Current()
 
 
@@ -114,8 +86,7 @@ def note_step(step: int | None) -> None:
 @contextmanager
 def waiting(wait: Wait) -> Iterator[None]:
     """Note a wait for the duration of a `with` block."""
-    before = CURRENT.on
-    CURRENT.on = wait
+    before, CURRENT.on = CURRENT.on, wait
     CURRENT.waits += 1
     try:
         yield

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -11,9 +13,11 @@ from sharding_specs import Mesh
 
 from ...errors import CallMismatchError, CollectiveError
 from ..buffers import LazyBucket
-from .waiting import CURRENT
+from .waiting import CURRENT, waiting
 
 __all__ = ["CollectiveWait", "NamedWait", "WaitFor", "rank_name", "rank_names"]
+
+Errors = type[Exception] | tuple[type[Exception], ...]
 
 _NUMBER = re.compile(r"rank <(\d+)>")  # in texts of the watch, which does not know the mesh
 _SECONDS_FOR_NEWS = 5.0
@@ -26,41 +30,19 @@ def rank_name(mesh: Mesh, rank: int) -> str:
 
     >>> rank_name(Mesh(data=2, tensor=2), 3)
     'rank 3 (data=1, tensor=1)'
-
-    Args:
-        mesh: the mesh.
-        rank: the global rank.
     """
     coordinates = ", ".join(f"{axis}={index}" for axis, index in mesh.coordinates(rank).items())
     return f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
 
 
 def rank_names(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """Return the names of several ranks, at most eight.
-
-    >>> rank_names(Mesh(data=4), [1, 3])
-    'rank 1 (data=1), rank 3 (data=3)'
-
-    Args:
-        mesh: the mesh.
-        ranks: global ranks.
-    """
+    """Return the names of several ranks, at most eight."""
     more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
     return ", ".join(rank_name(mesh, rank) for rank in ranks[:_MOST_NAMES]) + more
 
 
 class NamedWait:
-    """A wait of this rank.
-
-    Args:
-        mesh: the mesh.
-        rank: the global rank of this process.
-        ranks: the global ranks that it waits for.
-        what: description of the activity, to be read after this rank's name and a colon.
-
-    Attributes:
-        where: the line of user code, if it is known.
-    """
+    """A wait of this rank for `ranks`, which does `what`. `where` is the line of user code, if it is known."""
 
     __slots__ = ("_what", "mesh", "rank", "ranks", "where")
 
@@ -70,6 +52,7 @@ class NamedWait:
 
     @property
     def what(self) -> str:
+        """Description of the activity, to be read after this rank's name and a colon."""
         return self._what
 
     @property
@@ -80,14 +63,20 @@ class NamedWait:
         """Return the activity and its source line."""
         return f"{self.what} at {self.where}" if self.where else self.what
 
-    def failure(self, seconds: float | None, error: Exception | None = None, advice: str = "") -> Exception:
-        """Return the error to raise.
+    @contextmanager
+    def noted(self, began: float | None = None, advice: str = "", kinds: Errors = RuntimeError) -> Iterator[None]:
+        """Note this wait, which may have begun earlier, for a `with` block. Errors of torch become its `failure`."""
+        began = time.monotonic() if began is None else began
+        try:
+            with waiting(self):
+                yield
+        except CallMismatchError:
+            raise
+        except kinds as error:
+            raise self.failure(time.monotonic() - began, error, advice) from error
 
-        Args:
-            seconds: duration of the wait, if it is known.
-            error: error of torch or of shared memory; None if the watch ends the wait.
-            advice: a sentence for users.
-        """
+    def failure(self, seconds: float | None, error: Exception | None = None, advice: str = "") -> Exception:
+        """Return the error to raise. `error` is that of torch or of shared memory; None if the watch ends the wait."""
         is_timeout = error is not None and any(text in str(error).lower() for text in _TIMED_OUT)
         if not is_timeout and CURRENT.lost is None:
             CURRENT.learn(_SECONDS_FOR_NEWS)
@@ -114,7 +103,6 @@ class NamedWait:
 
 
 def _call() -> str:
-    """Describe the current step and call."""
     if not CURRENT.calls:
         return ""
     step = "" if CURRENT.step is None else f" in step {CURRENT.step}"
@@ -122,16 +110,7 @@ def _call() -> str:
 
 
 class CollectiveWait(NamedWait):
-    """A wait for the result of a collective.
-
-    Args:
-        mesh: the mesh.
-        rank: the global rank of this process.
-        ranks: the global ranks of the collective.
-        operation: its name.
-        x: its operand.
-        axes: its axes.
-    """
+    """A wait for the result of a collective."""
 
     __slots__ = ("_axes", "_dtype", "_operation", "_shape")
 

@@ -27,9 +27,8 @@ class Writer:
 
     `line(node, writer)` returns the right-hand side for one op. It may add objects to `constants` and name them. An op
     that it also adds to `pending` returns a handle. The handle's `wait()` is called before the first use and returns
-    the value.
-    `order` is the order in which ops are written, by default the graph's. `readers` maps each op that writes into its
-    operands to the ops that must have read them before.
+    the value. `order` is the order in which ops are written, by default the graph's. `readers` maps each op that writes
+    into its operands to the ops that must have read them before.
     """
 
     traced: Traced
@@ -100,7 +99,6 @@ class Writer:
         return self.names.setdefault(node, f"v{len(self.names)}")
 
     def _waits(self, values: Sequence[fx.Node]) -> list[str]:
-        """Return lines that wait for the values that are still in flight."""
         late = [value for value in dict.fromkeys(values) if value in self.pending]
         self.pending.difference_update(late)
         return [f"{self.names[value]} = {self.names[value]}.wait()" for value in late]

@@ -30,27 +30,18 @@ def check_backend(name: str) -> None:
 
 
 class CompiledRegion:
-    """Ops that are compiled together. Called with tensors, it returns a tuple of tensors in separate memory.
-
-    Args:
-        graph: the ops, with a placeholder per operand, and a tuple of results.
-        describe: its name in an error.
-
-    Attributes:
-        compiled: inductor's functions, by the strides of the operands.
-    """
+    """Ops that are compiled together. Called with tensors, it returns a tuple of tensors in separate memory."""
 
     __name__ = "region"  # as an op of a graph
     owns_results = True  # read by the analysis of shared memory
 
     def __init__(self, graph: fx.Graph, describe: str) -> None:
         self.graph, self.describe = graph, describe
-        self.compiled: dict[tuple[tuple[int, ...], ...], CompiledFn] = {}
+        self.compiled: dict[tuple[tuple[int, ...], ...], CompiledFn] = {}  # by the strides of the operands
 
     def __call__(self, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         strides = tuple([x.stride() for x in operands])
-        run = self.compiled.get(strides)
-        if run is None:
+        if (run := self.compiled.get(strides)) is None:
             run = self.compiled[strides] = self._compile(operands)
         return run(*operands)
 
@@ -65,8 +56,7 @@ class CompiledRegion:
 
 def region_of(key: str, make: Callable[[], CompiledRegion]) -> CompiledRegion:
     """Return the region of this structure."""
-    region = _regions.get(key)
-    if region is None:
+    if (region := _regions.get(key)) is None:
         region = _regions[key] = make()
     return region
 

@@ -27,21 +27,13 @@ Handle = TypeVar("Handle")
 
 @dataclass(frozen=True)
 class Origin:
-    """An op with a non-finite result and finite operands.
-
-    Attributes:
-        op: the op.
-        source: the line of the user's code, with its text; "" if none is known.
-        values: the numbers of NaN and infinite values in its result.
-        rank: a rank that has them; None in a simulated pipeline.
-        order: in a pipeline, the number of programs that ran before, and the op's position in its program.
-    """
+    """An op with a non-finite result and finite operands."""
 
     op: str
-    source: str
-    values: str
-    rank: int | None
-    order: tuple[int, int]
+    source: str  # the line of the user's code, with its text; "" if none is known
+    values: str  # the numbers of NaN and infinite values in its result
+    rank: int | None  # a rank that has them; None in a simulated pipeline
+    order: tuple[int, int]  # in a pipeline, the number of programs that ran before, and the op's position in its own
 
     def __str__(self) -> str:
         on = "" if self.rank is None else f" on rank {self.rank}"
@@ -51,15 +43,10 @@ class Origin:
 
 @dataclass
 class Log:
-    """The origins found in a step, which consists of one program or several.
-
-    Attributes:
-        origins: in the order in which programs ran.
-        programs: the number of programs that ran.
-    """
+    """The origins found in a step, in the order in which its programs ran."""
 
     origins: list[Origin] = field(default_factory=list)
-    programs: int = 0
+    programs: int = 0  # that ran
 
     @property
     def first(self) -> Origin | None:
@@ -67,12 +54,7 @@ class Log:
 
 
 class Recorded:
-    """Record of one run of a program: which of its values were not finite.
-
-    Args:
-        traced: the program's graph.
-        ranks: returns the ranks of a node's tensors in this process.
-    """
+    """Record of one run of a program: which of its values were not finite. `ranks` has the ranks of a node's tensors."""
 
     def __init__(self, traced: Traced, ranks: Callable[[fx.Node], Sequence[int]]) -> None:
         self.traced, self._ranks = traced, ranks

@@ -51,17 +51,12 @@ _KERNELS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convoluti
 
 @dataclass
 class RegionProgram:
-    """A program with compiled regions.
+    """A program with compiled regions."""
 
-    Attributes:
-        traced: the graph, in execution order; a region is one op with several results.
-        readers: per op that writes into its operands, the ops that must have read them before.
-        calls: the regions in execution order; equal ones are one object.
-    """
-
-    traced: Traced
+    traced: Traced  # in execution order; a region is one op with several results
+    # per op that writes into its operands, the ops that must have read them before
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    calls: list[CompiledRegion] = field(default_factory=list)
+    calls: list[CompiledRegion] = field(default_factory=list)  # in execution order; equal ones are one object
 
 
 def with_regions(program: Program) -> RegionProgram:

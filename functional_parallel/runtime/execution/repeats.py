@@ -13,17 +13,13 @@ _CANDIDATES = 16
 
 
 def cuts_between_repeats(tokens: Sequence[Hashable], crossing: Sequence[int]) -> list[int]:
-    """Return positions before which to cut a sequence, so that its repeats become equal pieces.
+    """Return ascending positions before which to cut a sequence, so that its repeats become equal pieces.
 
     >>> cuts_between_repeats([*"<", *"abcdefghijklmnopqrstuvwxyz" * 3, *">"], [0] * 80)
     [1, 27, 53, 79]
 
-    Args:
-        tokens: the sequence; tokens are equal for equal elements.
-        crossing: cost of a cut before each element. Repeating stretches are cut in the cheapest way.
-
-    Returns:
-        The positions, ascending. Empty if no run of copies has more than 64 elements.
+    `crossing` is the cost of a cut before each element; repeating stretches are cut in the cheapest way. There are no
+    cuts if no run of copies has more than 64 elements.
     """
     cuts: set[int] = set()
     open_ = [(0, len(tokens))]

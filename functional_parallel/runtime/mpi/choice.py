@@ -19,9 +19,6 @@ def chosen_backend() -> str | None:
     """Return the backend that the environment variable names, or None.
 
     A process that no launcher started simulates its ranks, whatever the variable says.
-
-    Raises:
-        ValueError: if the name is unknown, or if it names MPI and a launcher other than mpirun started the process.
     """
     name = os.environ.get(BACKEND_VARIABLE, "")
     if name and name not in _KNOWN:

@@ -13,17 +13,9 @@ __all__ = ["start_mpi"]
 
 
 def start_mpi(name: str) -> str:
-    """Set the variables of a launcher from MPI's. All processes must call this.
+    """Set the variables of a launcher from MPI's, and return the backend for `init_process_group`.
 
-    Args:
-        name: "mpi" or "mpi4py". "mpi" means torch's own backend if this build of torch has it, else mpi4py.
-
-    Returns:
-        The name of the backend for `init_process_group`.
-
-    Raises:
-        ModuleNotFoundError: if mpi4py is not installed.
-        ValueError: if the environment has another rank or another number of processes.
+    All processes must call this. "mpi" means torch's own backend if this build of torch has it, else mpi4py.
     """
     try:
         from mpi4py import MPI

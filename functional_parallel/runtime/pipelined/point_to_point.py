@@ -10,27 +10,22 @@ import torch
 
 from sharding_specs import Mesh
 
-from ...errors import CallMismatchError
 from ...ir import Aval
 from ...schedules import Action, Receive, Send
 from ..algorithms import COMPLETED
-from ..calls import NamedWait, Waitable, rank_name, waiting
+from ..calls import NamedWait, Waitable, rank_name
 from ..processes import ProcessCommunicator
 
 __all__ = ["PointToPoint"]
 
+_KINDS = (RuntimeError, ValueError)  # errors of torch's messages
+
 
 class PointToPoint:
-    """One rank's messages.
+    """Messages of one rank of a pipeline, numbered along its axis.
 
     Between two ranks, messages arrive in the order of their sends, and the schedule's receives are posted in that
     order. They therefore need no tags.
-
-    Args:
-        carrier: communicator of the mesh.
-        axis: the axis of the pipeline.
-        rank: this process's rank along it.
-        device: device of the tensors.
     """
 
     def __init__(self, carrier: ProcessCommunicator, axis: str, rank: int, device: torch.device) -> None:
@@ -103,14 +98,8 @@ class PointToPoint:
 
     def _post(self, value: torch.Tensor, rank: int, name: Send | int) -> None:
         buffer = value.detach().contiguous()
-        wait, began = self._wait_for(name), time.monotonic()
-        try:
-            with waiting(wait):  # for free space in shared memory
-                work = self._messages.send(_bytes(buffer), rank)
-        except CallMismatchError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            raise wait.failure(time.monotonic() - began, error) from error
+        with self._wait_for(name).noted(kinds=_KINDS):  # for free space in shared memory
+            work = self._messages.send(_bytes(buffer), rank)
         if work is not COMPLETED:
             self._sent.append((work, buffer, name))
 
@@ -121,15 +110,8 @@ class PointToPoint:
         return self._messages.receive(_bytes(buffer), rank)
 
     def _wait(self, work: Waitable, name: Send | Receive | int, began: float) -> None:
-        """Wait for a message of the schedule, or of an exchange with a rank."""
-        wait = self._wait_for(name)
-        try:
-            with waiting(wait):
-                work.wait()
-        except CallMismatchError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            raise wait.failure(time.monotonic() - began, error) from error
+        with self._wait_for(name).noted(began, kinds=_KINDS):
+            work.wait()
 
 
 class _MessageWait(NamedWait):

@@ -22,13 +22,7 @@ Result = TypeVar("Result")
 
 
 class TorchCollectives:
-    """Collectives by the backend of a mesh's process groups.
-
-    Args:
-        groups: the process groups, by axes.
-        doing: call log of this rank.
-        wait: creates the wait for an operation on a tensor over axes.
-    """
+    """Collectives by the backend of a mesh's process groups."""
 
     def __init__(self, groups: MeshGroups, doing: CallLog, wait: WaitFor) -> None:
         self._groups, self._doing, self._wait_for = groups, doing, wait

@@ -8,7 +8,6 @@ device. Programs may be called inside torch.func's transforms; the messages are 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +20,7 @@ from sharding_specs import Mesh
 
 from ... import _torch
 from ...errors import CallMismatchError
-from ..calls import CallGuard, CallLog, NamedWait, ProcessGroupRef, rank_name, waiting
+from ..calls import CallGuard, CallLog, NamedWait, ProcessGroupRef, rank_name
 from ..watch import recorded
 
 __all__ = ["ControlGroup"]
@@ -30,14 +29,7 @@ Value = TypeVar("Value")
 
 
 class ControlGroup:
-    """Control group of all ranks of torch.distributed. Creating it is a collective.
-
-    Args:
-        mesh: the mesh; its ranks are all ranks of torch.distributed.
-        timeout: the longest wait for the other ranks.
-        doing: call log of this rank.
-        turn: guard that is held during each exchange.
-    """
+    """Control group of all ranks of torch.distributed, which are those of the mesh. Creating it is a collective."""
 
     def __init__(self, mesh: Mesh, timeout: timedelta | None, doing: CallLog, turn: CallGuard) -> None:
         self._mesh, self._doing, self._turn = mesh, doing, turn
@@ -49,19 +41,10 @@ class ControlGroup:
         self.device = torch.device("cuda" if on_devices and backend is None else "cpu")
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
-        """Check that all ranks are about to make the same call.
+        """Check that all ranks are about to make the same call, and return the largest of their numbers.
 
-        Args:
-            doing: description of this rank's next call, to be read after "rank 0".
-            otherwise: advice for the user if another rank makes a different call, or none.
-            number: a number for the other ranks.
-
-        Returns:
-            The largest of all ranks' numbers.
-
-        Raises:
-            CallMismatchError: on every rank, if they are about to make different calls.
-            CollectiveError: if a rank does not take part.
+        `doing` describes this rank's next call, to be read after "rank 0". `otherwise` is advice for the user if
+        another rank makes a different call, or none. A mismatch is raised on every rank.
         """
         with self._turn:
             return self._agree(doing, otherwise, number)
@@ -84,11 +67,7 @@ class ControlGroup:
         raise CallMismatchError(f"{me}: the ranks are about to do different things: {told}. {otherwise}".rstrip())
 
     def exchange(self, value: Value, purpose: str) -> list[Value]:
-        """Exchange one object per rank, of any type that can be pickled.
-
-        Raises:
-            CollectiveError: if a rank does not take part.
-        """
+        """Exchange one object per rank, of any type that can be pickled."""
         with self._turn:
             return self._exchange(value, purpose)
 
@@ -104,12 +83,9 @@ class ControlGroup:
 
     @contextmanager
     def _waits(self, what: str, otherwise: str = "") -> Iterator[None]:
-        wait, began = NamedWait(self._mesh, self.rank, range(self.size), what), time.monotonic()
-        try:
-            with _torch.disable_functorch(), waiting(wait):
-                yield
-        except RuntimeError as error:
-            raise wait.failure(time.monotonic() - began, error, otherwise) from error
+        wait = NamedWait(self._mesh, self.rank, range(self.size), what)
+        with _torch.disable_functorch(), wait.noted(advice=otherwise):
+            yield
 
     def _comes(self, why: str) -> None:
         self._doing.begin(why)

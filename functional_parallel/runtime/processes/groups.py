@@ -36,22 +36,15 @@ class _TaggedGroup:
 
 
 class AxisGroup:
-    """The ranks of one collective.
-
-    Attributes:
-        rank: this rank's index in `ranks`.
-        ranks: global ranks in the order of the axes, the first axis major.
-        seats: for each of them, its position in torch's group, which is sorted by global rank.
-        roll_call: check that all ranks make the same call, before bytes of one call are used for another. None if the
-            check would take time on a device.
-    """
+    """The ranks of one collective."""
 
     def __init__(self, group: _TaggedGroup, rank: int, ranks: tuple[int, ...], waits: GroupWaits) -> None:
         self._handle, self._tags = group.handle, group.tags
-        self.ranks, self._waits = ranks, waits
+        self.ranks, self._waits = ranks, waits  # global ranks in the order of the axes, the first axis major
         self.rank = ranks.index(rank)
-        self.seats = tuple(sorted(ranks).index(each) for each in ranks)
+        self.seats = tuple(sorted(ranks).index(each) for each in ranks)  # in torch's group, by global rank
         self.backend = str(dist.get_backend(self.handle))
+        # before bytes of one call are used for another; None if the check would take time on a device
         self.roll_call: CallCheck | None = None
         if self.backend in ("gloo", "mpi4py"):
             self.roll_call = CallCheck(RankGroup(self.rank, len(ranks)), self.messages(ROLL_CALL), waits)
@@ -81,14 +74,7 @@ class AxisGroup:
 
 
 class MeshGroups:
-    """This rank's groups, by axes.
-
-    Args:
-        mesh: the mesh.
-        rank: the global rank of this process.
-        timeout: timeout of a group's collectives; None means torch's default.
-        doing: call log of this rank.
-    """
+    """This rank's groups, by axes."""
 
     def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: CallLog) -> None:
         self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
@@ -96,11 +82,7 @@ class MeshGroups:
         self._found: dict[tuple[str, ...], AxisGroup] = {}
 
     def over(self, axes: tuple[str, ...]) -> AxisGroup:
-        """Return the group along some axes.
-
-        Raises:
-            ValueError: if there is no group for this number of axes.
-        """
+        """Return the group along some axes."""
         if axes not in self._found:
             self._found[axes] = self._find(axes)
         return self._found[axes]

@@ -8,9 +8,8 @@ faster.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -31,32 +30,17 @@ if TYPE_CHECKING:
 __all__ = ["ProcessCommunicator"]
 
 _REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
-_REDUCED_BY = {
-    "gloo": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
-    "nccl": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
-}
+_REDUCED_BY = dict.fromkeys(("gloo", "nccl"), _REDUCED_BY_ALL | {torch.float16, torch.bfloat16})
 
 
 class ProcessCommunicator:
-    """Communicator of a mesh: runs its collectives between processes of an initialised torch.distributed.
+    """Communicator of a mesh: runs its collectives between processes of an initialised torch.distributed, one per rank.
 
-    Args:
-        mesh: a mesh with one rank per process.
-        reduction: "fast" adds in any order, on one host with gloo the same in every run; "ordered" adds in rank order,
-            bit-equal to simulated ranks.
-        reduce_dtype: sums of narrower floating dtypes are accumulated in this dtype.
-        timeout: timeout of a group's collectives; None means torch's default.
-        algorithm: algorithm of sums, gathers and exchanges on gloo. "auto" selects by a fixed rule, "backend" uses the
-            backend's own, and other values are names in `algorithms.ALGORITHMS`. None reads the environment variable
-            `FUNCTIONAL_PARALLEL_ALGORITHM`, by default "auto".
-
-    Raises:
-        ValueError: if the number of processes differs from the mesh's, if `reduction` or `algorithm` is unknown, or if
-            the ranks' settings differ.
-
-    Attributes:
-        doing: call log of this rank.
-        where: source line of the next collectives, for messages.
+    The reduction is "fast", sums in any order, on one host with gloo the same in every run; or "ordered", in rank
+    order, bit-equal to simulated ranks. Sums of floating dtypes narrower than `reduce_dtype` are accumulated in it. A
+    timeout of None is torch's default. `algorithm` serves sums, gathers and exchanges on gloo: "auto" selects by a
+    fixed rule, "backend" uses the backend's own, and others are names in `algorithms.ALGORITHMS`. None reads the
+    environment variable `FUNCTIONAL_PARALLEL_ALGORITHM`, by default "auto". Settings must be equal on all ranks.
     """
 
     def __init__(
@@ -81,7 +65,7 @@ class ProcessCommunicator:
         self.reduce_dtype = reduce_dtype
         self.algorithm = requested_algorithm(algorithm, reduction == "ordered")
         _agree(mesh, {"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
-        self.doing, self.where = CallLog(rank_name(mesh, self.rank)), ""
+        self.doing, self.where = CallLog(rank_name(mesh, self.rank)), ""  # source line of the next collectives
         self._groups = MeshGroups(mesh, self.rank, timeout, self.doing)
         self._backend = TorchCollectives(self._groups, self.doing, self._wait)
         self._selected: dict[AxisGroup, dict[str, Selection]] = {}
@@ -102,16 +86,11 @@ class ProcessCommunicator:
         overwrite: bool,
         where: str,
     ) -> PendingCollective:
-        """Start a primitive, to be waited for later.
+        """Start a primitive, to be waited for later. Until then the operand, a tensor or a bucket, must not change.
 
-        Args:
-            name: psum, psum_scatter, all_gather or all_to_all.
-            x: its operand, which must not change until the result is available; or a bucket.
-            axes: the axes of the collective.
-            params: arguments of its method after `axes`. A sum or gather may also have a layout; it then returns the
-                tensors of that layout.
-            overwrite: whether the result of a psum may use the operand's memory.
-            where: its source line, for messages.
+        `name` is psum, psum_scatter, all_gather or all_to_all. `params` are the arguments of its method after `axes`. A
+        sum or gather may also have a layout; it then returns the tensors of that layout. With `overwrite`, the result
+        of a psum may use the operand's memory.
         """
         self.where = where
         try:
@@ -131,20 +110,16 @@ class ProcessCommunicator:
         return self._start_all_to_all(to_tensor(x), axes, *params)
 
     def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        result: Tensor = self._start_psum(x, axes, False).wait()
-        return result
+        return self._start_psum(x, axes, False).tensor()
 
     def psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-        result: Tensor = self._start_psum_scatter(x, axes, dim).wait()
-        return result
+        return self._start_psum_scatter(x, axes, dim).tensor()
 
     def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-        result: Tensor = self._start_all_gather(x, axes, dim).wait()
-        return result
+        return self._start_all_gather(x, axes, dim).tensor()
 
     def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
-        result: Tensor = self._start_all_to_all(x, axes, split_dim, concat_dim).wait()
-        return result
+        return self._start_all_to_all(x, axes, split_dim, concat_dim).tensor()
 
     def _start_psum(
         self, x: Tensor | LazyBucket, axes: tuple[str, ...], overwrite: bool, layout: BucketLayout | None = None
@@ -232,16 +207,14 @@ class ProcessCommunicator:
         me = self.axis_index(axes)
         targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         sources = {target: source for source, target in targets.items()}
-        to_send = [
-            x if targets.get(me) == rank else x.new_empty(0) for rank in range(len(self._groups.over(axes).ranks))
-        ]
-        expected = [x.numel() if sources.get(me) == rank else 0 for rank in range(len(to_send))]
+        ranks = range(len(self._groups.over(axes).ranks))
+        to_send = [x if targets.get(me) == rank else x.new_empty(0) for rank in ranks]
+        expected = [x.numel() if sources.get(me) == rank else 0 for rank in ranks]
 
         def finish(received: list[Tensor]) -> Tensor:
             return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
 
-        result: Tensor = self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
-        return result
+        return self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).tensor()
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         return self._extreme("pmax", x, axes, reference.pmax)
@@ -262,13 +235,11 @@ class ProcessCommunicator:
             return among(gathered.unbind())[0]
         padded = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % count))
         mine = self._start_all_to_all(padded, axes, 0, 0, operation).wait().chunk(count)
-        gathered = self._start_all_gather(among(mine)[0], axes, 0, operation=operation).wait()
-        result: Tensor = gathered[: x.numel()].view(x.shape)
-        return result
+        gathered = self._start_all_gather(among(mine)[0], axes, 0, operation=operation).tensor()
+        return gathered[: x.numel()].view(x.shape)
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
-        result: Tensor = self._backend.broadcast("pbroadcast", x, axes, source).wait()
-        return result
+        return self._backend.broadcast("pbroadcast", x, axes, source).tensor()
 
     # --- values of one rank ---
 
@@ -323,12 +294,7 @@ class ProcessCommunicator:
         return wait
 
     def messages(self, axes: tuple[str, ...], device: torch.device) -> AlgorithmGroup | TaggedMessages:
-        """Return point-to-point messages along some axes, with ranks numbered in their order. All ranks must call this.
-
-        Args:
-            axes: the axes.
-            device: device of the tensors.
-        """
+        """Return messages along some axes, with ranks numbered in their order. All ranks must call this."""
         members, selected = self._groups.over(axes), self._selection(axes) if device.type == "cpu" else None
         return members.messages() if selected is None else members.team
 
@@ -355,17 +321,12 @@ class ProcessCommunicator:
             self._selected[members] = select(team, self.algorithm, self.reduction == "ordered")
         return self._selected[members]
 
-    @contextmanager
-    def _first_use(self, axes: tuple[str, ...]) -> Iterator[None]:
+    def _first_use(self, axes: tuple[str, ...]) -> AbstractContextManager[None]:
         """Note a wait in which the ranks of a group connect to each other."""
         what = f"the first collective over {axes}, in which its ranks find each other,"
         wait = NamedWait(self.mesh, self.rank, self._groups.over(axes).ranks, what)
-        wait.where, began = self.where, time.monotonic()
-        try:
-            with waiting(wait):
-                yield
-        except RuntimeError as error:
-            raise wait.failure(time.monotonic() - began, error) from error
+        wait.where = self.where
+        return wait.noted()
 
     def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:
         """Whether the backend's own reduction may be used. It supports few dtypes, and its order of addition varies."""

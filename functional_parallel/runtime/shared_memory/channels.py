@@ -73,12 +73,9 @@ class _Expected:
 
 
 class Channels:
-    """This rank's channels to and from the other ranks of its host.
+    """This rank's channels to and from the other ranks of its host, by rank: `ROOM` bytes that the sender writes.
 
-    Args:
-        signals: sends signals to other ranks; their signals are passed to `told`.
-        outgoing: by rank, `ROOM` bytes that this rank writes and that rank reads.
-        incoming: by rank, `ROOM` bytes that that rank writes and this rank reads.
+    Signals are sent by `signals`, and those of other ranks are passed to `told`.
     """
 
     def __init__(self, signals: Signals, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
@@ -87,12 +84,7 @@ class Channels:
         self._incoming = {rank: _Incoming(memory) for rank, memory in incoming.items()}
 
     def send(self, message: Tensor, to: int) -> None:
-        """Send a message of at most `LARGEST` bytes. It may change after the call. Waits only for free memory.
-
-        Args:
-            message: contiguous bytes.
-            to: the receiving rank.
-        """
+        """Send contiguous bytes, at most `LARGEST`. They may change after the call. It waits only for free memory."""
         channel, size = self._outgoing[to], aligned(message.numel())
         if (begin := channel.place(size)) is None:
             self._signals.wait_until(lambda: set() if channel.place(size) is not None else {to})
@@ -103,11 +95,9 @@ class Channels:
         self._signals.tell(to, _TAKEN + 1 + begin // ALIGNMENT)
 
     def receive(self, into: Tensor, source: int) -> _Expected:
-        """Receive the next message of a rank. `wait()` of the result ends when a message arrives, and checks its call.
+        """Receive the next message of a rank into contiguous bytes, which have its size.
 
-        Args:
-            into: contiguous bytes, with the size of the message.
-            source: the sending rank.
+        `wait()` of the result ends when a message arrives, and checks its call.
         """
         expected = _Expected(into, source, self._signals)
         self._incoming[source].expected.append(expected)

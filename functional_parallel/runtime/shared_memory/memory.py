@@ -44,11 +44,7 @@ _MADV_POPULATE_WRITE = 23  # of Linux; Python does not define it
 
 
 class Slot:
-    """Slice at one offset of every rank's memory, until `done`.
-
-    Attributes:
-        parts: by rank, its slice as bytes.
-    """
+    """Slice at one offset of every rank's memory, as bytes by rank, until `done`."""
 
     __slots__ = ("_half", "parts")
 
@@ -92,16 +88,7 @@ class _Half:
 class SharedMemory:
     """One rank's end of the memory that the ranks of a group share.
 
-    Args:
-        rank: this rank's number among them.
-        peers: a connected stream socket to each other rank, by number.
-        memory: the mapped memory of every rank, by number.
-        timeout: seconds to wait for a signal.
-        doing: call log of this rank.
-        names: the ranks' names, for messages.
-
-    Attributes:
-        channels: messages to and from single ranks.
+    `peers` has a connected stream socket to each other rank. Waits for signals end after `timeout` seconds.
     """
 
     def __init__(
@@ -181,12 +168,7 @@ class SharedMemory:
         return _Signal(self, number)
 
     def wait_for(self, number: int, mark: int = _WHENEVER) -> None:
-        """Wait until every other rank has signalled this number, during the call with id `mark`.
-
-        Raises:
-            CallMismatchError: if a rank made a different call.
-            RuntimeError: if a rank ended before its signal, or after the timeout. It names the rank.
-        """
+        """Wait until every other rank has signalled this number, during the call with id `mark`."""
         self.wait_until(lambda: self._peers.keys() - self._arrived[number].keys())
         self._notices = 0
         for rank, other in self._arrived.pop(number).items():
@@ -194,12 +176,7 @@ class SharedMemory:
                 self.refuse(rank, other)
 
     def wait_until(self, missing: Callable[[], set[int]]) -> None:
-        """Read signals until no rank is missing.
-
-        Raises:
-            CallMismatchError: if a missing rank makes a different call.
-            RuntimeError: if a missing rank has ended, or after the timeout. It names the rank.
-        """
+        """Read signals until no rank is missing. An error names the rank that ended, is late or is in another call."""
         began = time.monotonic()
         while ranks := missing():
             for rank in ranks & self._last.keys():
@@ -216,11 +193,7 @@ class SharedMemory:
                 self._read_signals(self._rank_of[descriptor])
 
     def refuse(self, rank: int, mark: int) -> None:
-        """Raise the error for a rank that makes a different call.
-
-        Raises:
-            CallMismatchError: always.
-        """
+        """Raise the error for a rank that makes a different call."""
         self.doing.refuse(mark, self._called({rank}))
 
     def _called(self, ranks: set[int]) -> str:
@@ -289,10 +262,9 @@ class SharedMemory:
         self._halves = [new, old]
 
 
-def _close_in_child() -> None:
-    """Close the connections in a forked process. If it held them, its parent's death would not be noticed."""
+def _close_in_child() -> None:  # else it would hold the connections, and its parent's death would not be noticed
     for memory in list(_living):
-        _close([*memory._peers.values()])
+        _close(list(memory._peers.values()))
 
 
 _living: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
@@ -334,9 +306,7 @@ def anonymous_memory(size: int) -> int:
 class MappedMemory:
     """One rank's memory, mapped: two halves for collectives, and a channel to every rank.
 
-    Args:
-        descriptor: file descriptor of `MappedMemory.size(ranks)` bytes. It is closed.
-        ranks: number of ranks that share memory.
+    The descriptor refers to `MappedMemory.size(ranks)` bytes. It is closed.
     """
 
     def __init__(self, descriptor: int, ranks: int) -> None:

@@ -41,19 +41,11 @@ def connect(
     doing: CallLog | None = None,
     names: Sequence[str] | None = None,
 ) -> SharedMemory | None:
-    """Share memory with the ranks of the group on this host.
+    """Share memory with the ranks of the group on this host, whose ascending numbers are `members`.
 
-    Args:
-        rank: this rank's number in the group.
-        members: ascending numbers of the ranks on this host, including this rank.
-        exchange: a collective over the entire group. Every rank of the group calls `connect`.
-        timeout: seconds to wait for a signal, after connecting.
-        doing: call log of this rank.
-        names: the names of `members`, for messages.
-
-    Returns:
-        The memory, in which ranks are numbered by their index in `members`. None for a single member. None also on all
-        ranks of the group if the system of some rank does not support sharing.
+    `exchange` is a collective over the entire group, of which every rank calls `connect`. Once connected, waits for
+    signals end after `timeout` seconds. The memory numbers ranks by their index in `members`. The result is None for a
+    single member, and on all ranks of the group if the system of some rank does not support sharing.
     """
     me = list(members).index(rank)
     with ExitStack() as stack:
@@ -77,11 +69,7 @@ def connect(
 
 
 class _Connections:
-    """Connections to the lower ranks, with a descriptor to map this rank's memory. An answer is not awaited.
-
-    Attributes:
-        reached: whether all lower ranks could be called. It is false if ranks only seem to be on one host.
-    """
+    """Connections to the lower ranks, with a descriptor to map this rank's memory. An answer is not awaited."""
 
     def __init__(self, me: int, greetings: Sequence[tuple[str | None, bytes]], seconds: float) -> None:
         self._me, self._greetings, self._seconds = me, greetings, seconds
@@ -92,7 +80,7 @@ class _Connections:
             for number, (address, secret) in enumerate(greetings[:me]):
                 self.peers[number] = _call(me, address, secret, self.descriptor, seconds)
             self.reached = True
-        except OSError:
+        except OSError:  # also if ranks only seem to be on one host
             self.reached = False
 
     def meet(self, listener: socket.socket) -> tuple[dict[int, socket.socket], list[MappedMemory]]:

@@ -107,23 +107,13 @@ def _others(memory: SharedMemory) -> list[int]:
 
 
 class _Chunk:
-    """One piece of several equal-shaped tensors, in the memory of every rank.
-
-    Attributes:
-        sent: number that a rank signals when it has written its piece.
-        added: a second number, for algorithms of two rounds.
-    """
+    """One piece of several equal-shaped tensors, in the memory of every rank."""
 
     def __init__(
-        self,
-        memory: SharedMemory,
-        likes: Sequence[Tensor],
-        where: slice | None,
-        buffers: Sequence[Tensor],
-        keeps_own: bool,
+        self, memory: SharedMemory, likes: Sequence[Tensor], where: slice | None, buffers: Sequence[Tensor], keeps: bool
     ) -> None:
-        self._memory, self._likes, self._where, self._buffers = memory, likes, where, buffers
-        self._keeps_own = keeps_own
+        self._memory, self._likes, self._where, self._buffers, self._keeps_own = memory, likes, where, buffers, keeps
+        # signalled when a rank has written its piece, and by algorithms of two rounds once more
         self.sent, self.added = memory.next_number(), memory.next_number()
 
     @property
@@ -138,7 +128,7 @@ class _Chunk:
     def read(self, rank: int, index: int) -> Tensor:
         """Return the piece that a rank wrote of its tensor `index`."""
         like = self.own(index)
-        return self._lies(rank, index, _stride(like))[: like.nbytes].view(like.dtype).view(like.shape)
+        return self._lies(rank, index, aligned(like.nbytes))[: like.nbytes].view(like.dtype).view(like.shape)
 
     def _lies(self, rank: int, index: int, stride: int) -> Tensor:
         """Return the bytes of a piece. Pieces are contiguous; the piece that a rank keeps for itself is left out."""
@@ -212,7 +202,3 @@ def _pieces(memory: SharedMemory, sent: Sequence[Tensor] | LazyBucket, keep: Ten
         if index + AHEAD < len(pieces):
             pieces[index + AHEAD].write()
     slot.done()
-
-
-def _stride(like: Tensor) -> int:
-    return aligned(like.nbytes)

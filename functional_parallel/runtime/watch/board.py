@@ -34,11 +34,7 @@ class _Rank:
 
 
 class Board:
-    """The state of all ranks.
-
-    Args:
-        size: number of ranks.
-    """
+    """The state of all ranks."""
 
     def __init__(self, size: int) -> None:
         self._ranks = [_Rank() for _ in range(size)]
@@ -112,11 +108,9 @@ def _mismatch(one: dict[str, Any], other: dict[str, Any]) -> Lost | None:
     number = next((n for n in sorted(calls.keys() & others.keys()) if calls[n] != others[n]), None)
     if number is None:
         return None
-    first = ""
-    if number < max(one["count"], other["count"]):
-        first = (
-            f" Their calls differ from call {number} on: {one['me']} {calls[number]}, {other['me']} {others[number]}."
-        )
+    first = f" Their calls differ from call {number} on: {one['me']} {calls[number]}, {other['me']} {others[number]}."
+    if number == max(one["count"], other["count"]):
+        first = ""
     text = f"the ranks are doing different things: {_says(one)}; {_says(other)}.{first} {ADVICE}"
     return Lost(text, out_of_step=True)
 

@@ -18,11 +18,7 @@ class Closed(ConnectionError):
 
 
 class Line:
-    """One end of a connection.
-
-    Args:
-        peer: a connected socket.
-    """
+    """One end of a connection."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer, self._unread = peer, b""
@@ -38,11 +34,7 @@ class Line:
             self.peer.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Wait until data arrives, and return the messages that have arrived.
-
-        Raises:
-            Closed: if the connection is closed and all messages have been read.
-        """
+        """Wait until data arrives, and return the messages that have arrived. Raise `Closed` after the last one."""
         try:
             data = self.peer.recv(1 << 16)
         except TimeoutError:

@@ -43,11 +43,7 @@ _active: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def start_seconds() -> float:
-    """Return the number of seconds for which processes wait for each other when they start.
-
-    Raises:
-        ValueError: if the environment variable is not a positive number.
-    """
+    """Return the number of seconds for which processes wait for each other when they start."""
     text = os.environ.get(START_VARIABLE, "") or str(_SECONDS)
     with suppress(ValueError):
         if (seconds := float(text)) > 0:
@@ -56,16 +52,9 @@ def start_seconds() -> float:
 
 
 def launched_store(launch: Launch, timeout: float, name: Name = str) -> dist.Store:
-    """Return the store that a launcher's variables name, like `init_process_group`.
+    """Return the store that a launcher's variables name, like `init_process_group`. `timeout` is in seconds.
 
-    Args:
-        launch: the launcher's variables; rank 0 serves the store, unless torchrun does.
-        timeout: timeout of the store's later operations, in seconds.
-        name: returns a rank's name in messages.
-
-    Raises:
-        CollectiveError: if nothing serves the store before the deadline.
-        RuntimeError: if torch cannot create it.
+    Rank 0 serves it, unless torchrun does.
     """
     host, port, size = launch.address, launch.port, launch.size
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -92,17 +81,10 @@ def launched_store(launch: Launch, timeout: float, name: Name = str) -> dist.Sto
 def watch_processes(
     store: dist.Store, rank: int, size: int, name: Name = str, has_failed: Callable[[], bool] | None = None
 ) -> Watch:
-    """Start this process's watch. Return when all ranks have started theirs.
+    """Start this process's watch, over a store that all ranks share. Return when all ranks have started theirs.
 
-    Args:
-        store: a store shared by all ranks.
-        rank: this rank.
-        size: the number of ranks.
-        name: returns a rank's name in messages.
-        has_failed: whether a connection of an existing process group has failed.
-
-    Raises:
-        CollectiveError: if ranks are missing at the deadline, or die before all have arrived. It names them.
+    An error names the ranks that are missing at the deadline, or that died before all had arrived. `has_failed` tells
+    whether a connection of an existing process group has failed.
     """
     _numbers["watches"] += 1
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -160,11 +142,7 @@ _DEADLINE = (
 
 
 class _Clock:
-    """Reports missing ranks every 30 s, and raises at the deadline.
-
-    Attributes:
-        slice: the time between two checks of the clock.
-    """
+    """Reports missing ranks every 30 s, and raises at the deadline. `slice` is the time between two looks at it."""
 
     def __init__(self, missing: Callable[[float], str], why: str = "") -> None:
         self._missing, self._why = missing, why

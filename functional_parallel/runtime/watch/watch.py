@@ -20,7 +20,7 @@ from .lines import Closed, Line
 
 __all__ = ["Endpoint", "Name", "Watch", "missing_text", "report_missing"]
 
-Name = Callable[[int], str]
+Name = Callable[[int], str]  # returns a rank's name in messages
 
 _TICK = 1.0
 _LONG = 3.0  # seconds after which a wait is reported
@@ -30,36 +30,18 @@ _REPORT_EVERY = 30.0
 _EXIT_CODE = 1
 
 
-def _reaches_all(ranks: list[int]) -> list[int]:
-    return []
-
-
 @dataclass(frozen=True)
 class Endpoint:
-    """One rank's end of the connections between rank 0 and the others. It is empty if the rank cannot connect.
+    """One rank's end of the connections between rank 0 and the others. It is empty if the rank cannot connect."""
 
-    Attributes:
-        hub: the connection to rank 0, on other ranks.
-        listener: the socket that others connect to, on rank 0.
-        secret: a word that every rank knows, sent first.
-        unreached: on rank 0, returns the ranks that cannot connect and run unwatched.
-    """
-
-    hub: socket.socket | None = None
-    listener: socket.socket | None = None
-    secret: str = ""
-    unreached: Callable[[list[int]], list[int]] = _reaches_all
+    hub: socket.socket | None = None  # the connection to rank 0, on other ranks
+    listener: socket.socket | None = None  # the socket that others connect to, on rank 0
+    secret: str = ""  # a word that every rank knows, sent first
+    unreached: Callable[[list[int]], list[int]] = lambda ranks: []  # on rank 0: ranks that cannot connect, unwatched
 
 
 class Watch:
-    """Watches the ranks of torch.distributed from a thread.
-
-    Args:
-        rank: this rank.
-        size: the number of ranks.
-        name: returns a rank's name in messages.
-        endpoint: the connections to the other ranks.
-    """
+    """Watches the ranks of torch.distributed from a thread."""
 
     def __init__(self, rank: int, size: int, name: Name, endpoint: Endpoint) -> None:
         self.rank, self.size, self._name = rank, size, name
@@ -141,11 +123,10 @@ class Watch:
 
     def _say_goodbye(self, error: str) -> None:
         self._send_failures()
-        goodbye: dict[str, Any] = {"ended": error} if error else {"left": CURRENT.count}
         if self.rank == 0:
             self._tell_all({"gone": [0, f"ended by {error}"]} if error else {"left": [0, CURRENT.count]})
         else:
-            self._send(goodbye)
+            self._send({"ended": error} if error else {"left": CURRENT.count})
         self._is_over = True
         with self._news:
             self._news.notify_all()
