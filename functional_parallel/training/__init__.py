@@ -5,10 +5,4 @@ from .options import require_arguments
 from .state import TrainState
 from .step import TrainStep, train_step
 
-__all__ = [
-    "Metrics",
-    "TrainState",
-    "TrainStep",
-    "require_arguments",
-    "train_step",
-]
+__all__ = ["Metrics", "TrainState", "TrainStep", "require_arguments", "train_step"]

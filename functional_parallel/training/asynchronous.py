@@ -25,11 +25,7 @@ def is_asynchronous(layout: Layout, mesh: Mesh) -> bool:
 
 
 def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """Return the slice of a batch for one update. It is the full batch unless the pipeline is asynchronous.
-
-    Raises:
-        ValueError: if the number of samples is not a multiple of the number of updates.
-    """
+    """Return the slice of a batch for one update. It is the full batch unless the pipeline is asynchronous."""
     pipeline = pipeline_of(layout)
     if pipeline is None or not is_asynchronous(layout, mesh):
         return batch

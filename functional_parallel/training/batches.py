@@ -22,13 +22,9 @@ T = TypeVar("T")
 
 
 class BatchInputs:
-    """Batch arguments of a function of a state and a batch.
+    """Batch arguments of a function of a state and a batch. With `own`, each process passes the batch of its own ranks.
 
-    Args:
-        f: the function, local.
-        mesh: the mesh.
-        own: whether each process passes the batch of its own ranks: one rank's shard on a real process, the global
-            batch if all ranks are simulated in one process.
+    That is one rank's shard on a real process, and the global batch if all ranks are simulated in one process.
     """
 
     def __init__(self, f: LocalFunction, mesh: Mesh, own: bool) -> None:
@@ -57,21 +53,9 @@ class BatchInputs:
         batch: tuple[PyTree, ...],
         *more: torch.Tensor,
     ) -> tuple[list[Any], list[torch.Tensor]]:
-        """Convert the last inputs of a program to handles.
+        """Convert the last inputs of a program to handles. Return also the tensors that every rank passed in full.
 
-        Args:
-            runtime: the runtime.
-            program: the program that reads the inputs.
-            name: name of the function, for errors.
-            batch: the batch.
-            more: additional tensors after the batch, which no loader made.
-
-        Returns:
-            The handles, and the tensors that every rank passed in full.
-
-        Raises:
-            InputMismatchError: if ranks that must pass equal values passed different ones. Only the first batch of a
-                program is checked.
+        `more` has tensors after the batch, which no loader made. Only the first batch of a program is compared.
         """
         tensors = tensors_of(batch)
         specs = program.in_specs[len(program.in_specs) - len(tensors) - len(more) :]
@@ -107,15 +91,8 @@ def tensors_of(tree: PyTree) -> list[torch.Tensor]:
 def check_same(runtime: Runtime[Any, Any], name: str, tree: PyTree, parts: list[P] | None = None) -> None:
     """Check that the tensors of a tree are equal on all ranks. Different parameters or moments break data parallelism.
 
-    Args:
-        runtime: the runtime.
-        name: name of the function, for errors.
-        tree: the tree.
-        parts: specs of the tensors, if each process passes its own shard. Only ranks of equal shards must agree.
-
-    Raises:
-        InputMismatchError: if the tensors differ.
+    `parts` has their specs, if each process passes its own shards. Then only ranks of equal shards must agree.
     """
-    leaves = [(path, leaf) for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)]
+    leaves = zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)
     tensors = [(path or "parameters", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     runtime.check_same(name, [path for path, _ in tensors], [leaf for _, leaf in tensors], parts)

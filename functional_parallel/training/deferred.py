@@ -40,6 +40,9 @@ _SMALL = 1024  # elements; smaller tensors get their values immediately, such as
 def defer_init(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, DeferredInit]:
     """Record a function without running its ops. Return its first result, and the recording that computes its leaves.
 
+    `f` returns any value that does not hold its tensors, and a list of leaves. If it cannot be recorded, the states of
+    all random number generators are restored, and it must be called normally.
+
     >>> from torch.nn.init import orthogonal_
     >>> said, recording = defer_init(lambda: ("square", [orthogonal_(torch.empty(64, 64)), 3]))
     >>> said, [getattr(leaf, "shape", None) for leaf in recording.leaves]
@@ -48,16 +51,6 @@ def defer_init(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, DeferredInit]:
     ...     print(index, value if index else (value @ value.T).trace().round())
     1 3
     0 tensor(64.)
-
-    Args:
-        f: a function without arguments. It returns any value that does not hold its tensors, and a list of leaves.
-
-    Returns:
-        The first result of `f`, and the recording.
-
-    Raises:
-        CannotDeferError: if `f` cannot be recorded and must be called normally. The states of all random number
-            generators are restored.
     """
     if _torch.is_inside_transform():
         raise CannotDeferError("torch.func transforms look on")
@@ -75,10 +68,7 @@ def defer_init(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, DeferredInit]:
 
 
 class _Recording(_torch.TorchDispatchMode):
-    """Mode that records all ops in a `DeferredInit`.
-
-    A tensor that has values is represented by its twin, a fake tensor. Tensors in one memory have twins in one memory.
-    """
+    """Mode that records ops. A tensor with values has a fake twin. Tensors in one memory have twins in one memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,19 +157,13 @@ class _Recording(_torch.TorchDispatchMode):
         return fake
 
     def _may_run(self, func: Op, given: Sequence[torch.Tensor], known: set[Memory]) -> bool:
-        """Whether an op can run immediately.
-
-        It must not draw random numbers, use a value of a recorded op, or write to a tensor that existed before.
-        """
+        """Whether an op can run now: it draws nothing, reads no value of a recorded op, and writes only new tensors."""
         if _is_draw(func) or self._written & known or any(isinstance(x, _torch.FakeTensor) for x in given):
             return False
         return not func._schema.is_mutable or (set(map(memory_of, given)) <= self._fresh and not self._touched & known)
 
     def _on_fakes(self, func: Op, args: PyTree, kwargs: PyTree) -> PyTree:
-        """Run an op on tensors without memory.
-
-        Generators are removed: nothing is drawn, and a generator would have to be on the device of the fake tensors.
-        """
+        """Run an op on fake tensors. Nothing is drawn, and generators would have to be on the fakes' device."""
         without = {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
         with self._fakes:
             result = func(*args, **without)
@@ -194,10 +178,7 @@ class _Recording(_torch.TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Mode for functions that read values or the address of a tensor without memory.
-
-    It replaces the deep copy of a tensor, which modules use to copy their layers. It rejects reads of addresses.
-    """
+    """Mode that replaces the deep copy of fake tensors, by which modules copy layers, and rejects reads of address."""
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()

@@ -25,7 +25,6 @@ from .state import TrainState, Watched
 
 __all__ = ["require_finite", "require_finite_inputs", "settle"]
 
-
 T = TypeVar("T")
 
 
@@ -41,11 +40,7 @@ class Step(Protocol):
 
 
 def settle(train: Step, state: TrainState) -> None:
-    """Check the flag of a state's last step on a device, if it has not been checked.
-
-    Raises:
-        NonFiniteError, LossScaleError: as for `require_finite`.
-    """
+    """Check the flag of a state's last step on a device, if it has not been checked."""
     watched, state.watched = state.watched, None
     if watched is not None:
         watched.copied.synchronize()
@@ -54,20 +49,7 @@ def settle(train: Step, state: TrainState) -> None:
 
 
 def require_finite(train: Step, before: TrainState, state: TrainState, metrics: Metrics) -> None:
-    """Check that a step's loss and gradient norm are finite. On a device, check the previous step instead.
-
-    The device still computes this step; its flag is copied and checked by the next step.
-
-    Args:
-        train: the training step.
-        before: the state that the step was given.
-        state: the state after it.
-        metrics: the metrics of the step.
-
-    Raises:
-        NonFiniteError: when loss or gradient norm is not finite, and no loss scale skipped the step.
-        LossScaleError: when gradients overflow at the lowest loss scale.
-    """
+    """Check that a step's loss and gradient norm are finite. On a device, check the previous step instead."""
     if metrics.loss is None or _torch.has_functorch_level([metrics.loss]):
         return
     scaled = train.f.layout.last(ScaleLoss)
@@ -132,11 +114,7 @@ def _refuse(train: Step, step: int, state: TrainState, metrics: Metrics) -> None
 
 
 def require_finite_inputs(train: Step, state: TrainState, batch: tuple[PyTree, ...]) -> None:
-    """Check that the parameters are finite and the batch has no NaN before a replay searches for an op.
-
-    Raises:
-        ValueError: if not; the message names the parameter, or the leaf of the batch.
-    """
+    """Check that the parameters are finite and the batch has no NaN before a replay searches for an op."""
     wrong, count = not_finite(train, state)
     if wrong:
         raise ValueError(

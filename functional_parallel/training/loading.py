@@ -32,25 +32,12 @@ torch.serialization.add_safe_globals(
 
 
 def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Return the state that an optimizer keeps for parameters, without memory.
-
-    >>> from functional_parallel.optim import sgd
-    >>> expected_state(sgd(0.1, momentum=0.9).init, {"w": torch.ones(2)}).velocity["w"].shape
-    torch.Size([2])
-    """
+    """Return the state that an optimizer keeps for parameters, without memory."""
     return init(optree.tree_map(without_memory, params))
 
 
 def require_state_of(expected: PyTree, given: PyTree) -> None:
-    """Check that a state belongs to these parameters and this optimizer.
-
-    Args:
-        expected: state that the optimizer keeps for the parameters.
-        given: the state to load.
-
-    Raises:
-        ValueError: if they differ; the message lists the differences by path.
-    """
+    """Check that a state belongs to these parameters and this optimizer, whose state for them is `expected`."""
     problems = list(_differences(expected, given))
     if not problems:
         return
@@ -64,15 +51,7 @@ def require_state_of(expected: PyTree, given: PyTree) -> None:
 
 
 def require_parameters(params: PyTree, where: str) -> None:
-    """Check that parameters are a pytree of tensors. A leaf of another kind would be treated as a constant.
-
-    Args:
-        params: value passed as parameters.
-        where: name of the function, for the message.
-
-    Raises:
-        TypeError: if there are leaves but no tensors, as in a module, an iterator or arrays.
-    """
+    """Check that parameters are a pytree of tensors. A leaf of another kind would be treated as a constant."""
     leaves = optree.tree_leaves(params)
     if leaves and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
@@ -83,11 +62,7 @@ def require_parameters(params: PyTree, where: str) -> None:
 
 
 def require_values(params: PyTree, state: PyTree) -> None:
-    """Check that no leaf is on the meta device, where steps would compute nothing.
-
-    Raises:
-        ValueError: if a leaf is; the message lists the leaves by path.
-    """
+    """Check that no leaf is on the meta device, where steps would compute nothing."""
     found = [*_by_path(params, "params").items(), *_by_path(state).items()]
     missing = [path for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"]
     if missing:
@@ -99,14 +74,7 @@ def require_values(params: PyTree, state: PyTree) -> None:
 
 
 def steps_done(step: int | torch.Tensor) -> int:
-    """Return the number of completed steps as an int. A checkpoint may store it as a tensor.
-
-    >>> steps_done(torch.tensor(3))
-    3
-
-    Raises:
-        ValueError: if it is not an integer of at least 0.
-    """
+    """Return the number of completed steps as an int. A checkpoint may store it as a tensor."""
     whole = isinstance(step, int) or (isinstance(step, torch.Tensor) and step.ndim == 0 and not is_trained(step))
     if not whole or isinstance(step, bool) or step < 0:
         raise ValueError(

@@ -61,29 +61,16 @@ class Metrics(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalTrainStep:
-    """Training step of a loss.
+    """Training step of a loss."""
 
-    Attributes:
-        f: the loss, local.
-        optimizer: the optimizer, as for `train_step`.
-        options: the step's options.
-        has_norm: whether the gradient's norm is reported.
-        warned: parameters and closed-over tensors named by earlier warnings; extended.
-    """
-
-    f: LocalFunction
+    f: LocalFunction  # the loss
     optimizer: Optimizer
     options: StepOptions
-    has_norm: bool
-    warned: set[str] = field(default_factory=set)
+    has_norm: bool  # whether the gradient's norm is reported
+    warned: set[str] = field(default_factory=set)  # parameters and closed-over tensors of earlier warnings
 
     def on(self, places: StepLayout, state_specs: SpecTree) -> LocalFunction:
-        """Return the step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics).
-
-        Args:
-            places: layouts of parameters and gradients.
-            state_specs: spec of each leaf of the state.
-        """
+        """Return the step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics)."""
         step = _StepOnShards(self, places, state_specs, state_requests(self.f.layout))
 
         def call(held: tuple[PyTree, PyTree], batch: PyTree, key: torch.Tensor | None) -> tuple[PyTree, SpecTree]:
@@ -159,14 +146,8 @@ class _StepOnShards:
     def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, torch.Tensor | None]:
         """Return the gradients of the update, summed over ranks and clipped, and their norm."""
         places, clip = self.places, self.step.options.clip
-        gradients = optree.tree_map(
-            reduce_gradient,
-            places.packing.pack(gradients),
-            places.update,
-            places.whole,
-            places.summed,
-            none_is_leaf=True,
-        )
+        specs = places.update, places.whole, places.summed
+        gradients = optree.tree_map(reduce_gradient, places.packing.pack(gradients), *specs, none_is_leaf=True)
         for each, held in reversed([*zip(self.requests, leaves, strict=True)]):
             gradients = each.gradients(gradients, held)
         wanted = self.step.has_norm or clip is not None or any(each.may_skip for each in self.requests)

@@ -29,15 +29,7 @@ __all__ = ["StateFunction"]
 
 
 class StateFunction:
-    """Function compiled for the states of a step; see `TrainStep.compile`.
-
-    Args:
-        train: the step.
-        f: the function.
-
-    Attributes:
-        program: program that was used last; None before the first call.
-    """
+    """Function compiled for the states of a step; see `TrainStep.compile`. `program` is the last one used."""
 
     def __init__(self, train: StateManager, f: Callable[..., Any]) -> None:
         self.train, self.f = train, f if isinstance(f, LocalFunction) else as_local_function(f)

@@ -28,24 +28,13 @@ _OPTIMIZERS = {name: getattr(optim, name) for name in _NAMES}
 
 @dataclass(frozen=True)
 class StepOptions(Options):
-    """The options of a training step.
+    """The options of a training step."""
 
-    Attributes:
-        clip: bound on the gradient's global norm; None for none.
-        seed: seed of the key for random numbers; None if nothing is drawn.
-        has_aux: whether the loss returns `(scalar, aux)`.
-        batch: "global" if each process passes the full batch, "own" if it passes its own shard.
-        nonfinite: "error" or "continue", at a loss or gradient norm that is not finite.
-
-    Raises:
-        ValueError, TypeError: for a value that is not legal; the message names the legal ones.
-    """
-
-    clip: float | None = None
-    seed: int | None = None
-    has_aux: bool = False
-    batch: str = "global"
-    nonfinite: str = "error"
+    clip: float | None = None  # bound on the gradient's global norm
+    seed: int | None = None  # of the key for random numbers; None if nothing is drawn
+    has_aux: bool = False  # whether the loss returns `(scalar, aux)`
+    batch: str = "global"  # each process passes the full batch, or with "own" its own shard
+    nonfinite: str = "error"  # at a loss or gradient norm that is not finite, or "continue"
 
     def __post_init__(self) -> None:
         if self.batch not in ("global", "own"):
@@ -70,11 +59,7 @@ class StepOptions(Options):
 
 
 def require_arguments(loss: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, plan: Plan | None) -> None:
-    """Check the arguments of `train_step` that are objects.
-
-    Raises:
-        TypeError: for an object of another kind; the message names what to write.
-    """
+    """Check the arguments of `train_step` that are objects."""
     if not isinstance(loss, LocalFunction):
         require_function(loss, "train_step")
     require_mesh(mesh, "train_step")

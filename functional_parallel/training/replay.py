@@ -57,17 +57,11 @@ class View:
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """Call of an op.
-
-    Attributes:
-        call: the op.
-        given: its positional and keyword arguments, with views for tensors.
-        results: views of the results in new memories; None for the other results.
-    """
+    """Call of an op."""
 
     call: Call
-    given: PyTree = ((), {})
-    results: Sequence[View | None] = ()
+    given: PyTree = ((), {})  # positional and keyword arguments, with views for tensors
+    results: Sequence[View | None] = ()  # views of the results in new memories; None for the others
 
     @property
     def memories(self) -> set[Memory]:
@@ -76,37 +70,21 @@ class RecordedOp:
 
 @dataclass
 class DeferredInit:
-    """Recording of a function, which computes its leaves.
+    """Recording of a function, which computes its leaves."""
 
-    Attributes:
-        leaves: the leaves that the function returned. Recorded tensors have only shape, dtype and device; leaves that
-            already have values are unchanged.
-        views: view of each leaf in a memory of the recording; None for any other leaf.
-        ops: the recorded ops.
-        storages: storages that exist, by memory.
-    """
-
-    leaves: list[Any]
-    views: list[View | None]
+    leaves: list[Any]  # as the function returned them; recorded tensors have only shape, dtype and device
+    views: list[View | None]  # view of each leaf in a memory of the recording, if it lies in one
     ops: list[RecordedOp]
-    storages: dict[Memory, torch.UntypedStorage]
+    storages: dict[Memory, torch.UntypedStorage]  # those that exist
 
     def require_all(self) -> None:
-        """Check that the function keeps no tensor except its results. Such a tensor would never get a value.
-
-        Raises:
-            CannotDeferError: if it does.
-        """
+        """Check that the function keeps no tensor except its results. Such a tensor would never get a value."""
         for view in (view for op in self.ops for view in op.results if view is not None):
             if not view.memory.expired():
                 raise CannotDeferError(f"it keeps a tensor of shape {view.shape} elsewhere than in what it returns")
 
     def made(self) -> Iterator[tuple[int, Any]]:
-        """Run the recorded ops and yield (index, leaf) as soon as each leaf is complete.
-
-        The memory of a leaf is released when the next one is requested. So a caller can shard each leaf and hold one
-        full leaf at a time. Call it once only.
-        """
+        """Run the ops, once only, and yield each (index, leaf) when complete. The next request frees its memory."""
         last = {memory: number for number, op in enumerate(self.ops) for memory in op.memories}
         waiting: dict[Memory, list[int]] = {}
         for index, view in enumerate(self.views):

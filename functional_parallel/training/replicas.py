@@ -29,11 +29,7 @@ __all__ = ["first_replicas", "on_replicas", "one_replica", "replica_specs", "rep
 
 
 def replicas_of(layout: Layout, has_aux: bool) -> Replicas | None:
-    """Return the request for replicas of a layout; None if there is none.
-
-    Raises:
-        ValueError: if another part of the plan, or `has_aux`, does not go with it.
-    """
+    """Return the request for replicas of a layout, if any. Raise if another part of the plan does not go with it."""
     request = layout.last(Replicas)
     if request is None:
         return None
@@ -69,15 +65,7 @@ def one_replica(state: PyTree) -> PyTree:
 def replica_specs(
     request: Replicas, places: StepLayout, params: PyTree, state: ReplicaState, specs: SpecTree
 ) -> ReplicaState:
-    """Return the specs of a state of replicas.
-
-    Args:
-        request: the request for replicas.
-        places: layouts of the step of one replica.
-        params: the full parameters.
-        state: the state of replicas, full.
-        specs: specs of the optimizer state of one replica.
-    """
+    """Return the specs of a full state of replicas; `specs` are those of the optimizer state of one replica."""
 
     def rows(spec: P) -> P:
         padded = {dim + 1: size for dim, size in spec.padded.items()}
@@ -106,12 +94,7 @@ def on_replicas(
 ) -> LocalFunction:
     """Return the step of all replicas, as a function of the arguments that `LocalTrainStep.on` has.
 
-    Args:
-        request: the request for replicas.
-        layout: layout of the loss over all axes.
-        replica: returns the step of one replica, from the specs of its optimizer state.
-        specs: specs of the parameters and of the state of replicas.
-        exchanges: whether replicas exchange their parameters after the step.
+    `replica` returns the step of one replica from the specs of its optimizer state. `layout` is over all axes.
     """
     axis, step = request.axis, replica(optree.tree_map(_spec_of_row, specs[1].optimizer))
 

@@ -15,20 +15,12 @@ def on_one_line(text: str) -> str:
 
 
 def structure_as_text(tree: optree.PyTreeSpec) -> str:
-    """Return a tree's structure as text for messages.
-
-    >>> structure_as_text(optree.tree_structure({"w": 1, "b": 2}))
-    "{'b': *, 'w': *}"
-    """
+    """Return a tree's structure as text for messages, such as `{'b': *, 'w': *}`."""
     text = on_one_line(str(tree)).removeprefix("PyTreeSpec(").removesuffix(")")
     return text.removesuffix(", NoneIsLeaf")
 
 
 def listed(lines: list[str]) -> list[str]:
-    """Return the first lines of a list, and the number of remaining lines.
-
-    >>> listed([str(number) for number in range(20)])[-2:]
-    ['7', 'and 12 more']
-    """
+    """Return the first lines of a list, and the number of remaining lines."""
     more = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
     return [*lines[:_MOST], *more]

@@ -23,15 +23,7 @@ from .local_step import Metrics
 from .signatures import on_one_line, structure_as_text
 from .update import StepLayout
 
-__all__ = [
-    "StateLayout",
-    "StaticLeaf",
-    "TrainState",
-    "Watched",
-    "detach_leaf",
-    "recorded_steps",
-    "state_layout",
-]
+__all__ = ["StateLayout", "StaticLeaf", "TrainState", "Watched", "detach_leaf", "recorded_steps", "state_layout"]
 
 T = TypeVar("T")
 
@@ -40,10 +32,7 @@ _MOST_OF_A_FAILURE = 200  # characters; the error itself was raised
 
 
 def detach_leaf(leaf: T) -> T | torch.Tensor:
-    """Return a leaf tensor detached, and any other leaf unchanged.
-
-    A parameter that requires a gradient would make autograd keep the graph of every step.
-    """
+    """Detach a leaf tensor. A parameter that requires a gradient would make autograd keep the graph of every step."""
     if isinstance(leaf, torch.Tensor) and leaf.is_leaf and not _torch.is_functorch_wrapped(leaf):
         return leaf.detach()
     return leaf
@@ -61,21 +50,14 @@ class StateLayout:
     """Layout of a state. A step's program is compiled for a state layout and a batch signature.
 
     Layouts are compared by identity, which is free at each step. A step keeps one layout per `key`.
-
-    Attributes:
-        mesh: the mesh.
-        places: layouts of parameters and state in the step.
-        params, state: pytree structures of the parameters and of the optimizer state, as the step holds them.
-        specs: spec of each leaf.
-        looks: signature of each leaf as a full tensor.
     """
 
     mesh: Mesh
     places: StepLayout
-    params: optree.PyTreeSpec
+    params: optree.PyTreeSpec  # as the step holds them
     state: optree.PyTreeSpec
-    specs: tuple[P, ...]
-    looks: tuple[LeafSignature, ...]
+    specs: tuple[P, ...]  # of each leaf
+    looks: tuple[LeafSignature, ...]  # of each leaf as a full tensor
 
     @cached_property
     def key(self) -> Hashable:
@@ -116,14 +98,7 @@ def state_layout(mesh: Mesh, places: StepLayout, params: PyTree, state: PyTree, 
 
 
 def recorded_steps(before: int, loss: torch.Tensor | None) -> int:
-    """Return the number of consecutive steps with a graph kept by autograd, after a step with this loss.
-
-    Warn when the number reaches `_MANY_RECORDED`.
-
-    Args:
-        before: the number before the step.
-        loss: the loss of the step; None if it is not known.
-    """
+    """Count consecutive steps whose graph autograd keeps, after a step with this loss. Warn at `_MANY_RECORDED`."""
     if loss is None or not loss.requires_grad:
         return 0
     if before + 1 == _MANY_RECORDED:
@@ -180,11 +155,7 @@ class TrainState:
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """Handle of the runtime for each leaf.
-
-        Raises:
-            DonatedStateError: if the state was donated to a step.
-        """
+        """Handle of the runtime for each leaf."""
         if self._handles is None and self._failure:
             raise DonatedStateError(
                 f"this state, of step {self.step}, was given to a step that failed ({self._failure}) and may have "
@@ -218,14 +189,10 @@ class TrainState:
 
     @contextmanager
     def used_by_a_step(self, given: tuple[Any, ...]) -> Iterator[None]:
-        """Context of the step that uses this state.
-
-        If the step raises ReentrantCallError, nothing has run and the state keeps the handles `given`. If it fails
-        in another way and the state is donated, store the reason for later messages.
-        """
+        """Context of the step that uses this state. After a failure, restore the handles `given` or note the reason."""
         try:
             yield
-        except ReentrantCallError:
+        except ReentrantCallError:  # nothing has run
             self._handles = given
             raise
         except BaseException as error:

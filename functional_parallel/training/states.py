@@ -39,22 +39,9 @@ Made = Iterable[tuple[int, Any]]  # (index, leaf) pairs, in any order
 
 
 class StateManager:
-    """Creates states from parameters or from a checkpoint, and reads them.
+    """Creates states from parameters or from a checkpoint, and reads them. The plan has transformed the loss `f`."""
 
-    Args:
-        f: the loss, transformed by the plan.
-        optimizer: the optimizer.
-        mesh: the mesh.
-        options: the step's options.
-    """
-
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        optimizer: Optimizer,
-        mesh: Mesh,
-        options: StepOptions,
-    ) -> None:
+    def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
         self.f = f if isinstance(f, LocalFunction) else as_local_function(f)
         self.optimizer, self.mesh, self.options = optimizer, mesh, options
         self.f.layout.mesh(mesh)  # raises if an axis of the plan is missing
@@ -164,21 +151,18 @@ class StateManager:
         require_state_of(expected, optimizer_state)
         given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
         loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
-        check_same(runtime_of(self.mesh, self.f, self.options.reduction), "train_step.load", loaded)
+        runtime = runtime_of(self.mesh, self.f, self.options.reduction)
+        check_same(runtime, "train_step.load", loaded)
         if stacks is not None:
             params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
         with disable_ambient_modes():
             require_values(params, optimizer_state)
             form, leaves = self._place(params, optimizer_state)
             held = self._held(form, enumerate(leaves), given)
-        runtime = runtime_of(self.mesh, self.f, self.options.reduction)
         return TrainState(done, held, form, f", of the state that call {runtime.calls} made")
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the parameters and their first optimizer state as the step holds them.
-
-        In a pipeline, stacked layers are held as separate layers.
-        """
+        """Return parameters and first optimizer state as the step holds them; in a pipeline, layers of stacks apart."""
         register_dataclasses(params)
         trained = self._trained_stacks(params)
         if self.stacks is None:
@@ -188,14 +172,7 @@ class StateManager:
     def _held(
         self, form: StateLayout, made: Made, given: set[int], see: Callable[[int, Any], None] = lambda *_: None
     ) -> tuple[Any, ...]:
-        """Return the handles of the leaves, in separate memory. Copy leaves whose storage is in `given`, the caller's.
-
-        Args:
-            form: layout of the state.
-            made: the leaves, with their indices.
-            given: storages of the caller; extended by the storages of the handles.
-            see: called with the index and value of each full leaf.
-        """
+        """Return the handles of the leaves, in separate memory: copy leaves with storages in `given`; extend it."""
         held: list[Any] = [None] * len(form.specs)
         shard = self._sharding(form)
         for index, leaf in made:
@@ -206,10 +183,7 @@ class StateManager:
         return tuple(held)
 
     def _sharding(self, form: StateLayout) -> Callable[[int, torch.Tensor], Any]:
-        """Return a function that shards a leaf.
-
-        If the pipeline of this layout is already lowered, only the ranks with stages that read the leaf get it.
-        """
+        """Return a function that shards a leaf. With a lowered pipeline, only ranks with stages that read it get it."""
         runtime, program = runtime_of(self.mesh, self.f, self.options.reduction), self._latest.get(form)
         if not isinstance(program, PipelineProgram) or program.schedule.versions is not None:
             return lambda index, leaf: runtime.shard(leaf, form.specs[index])
@@ -237,13 +211,7 @@ class StateManager:
         return find_step_layout(self.f.layout, self.mesh, trained, self.optimizer, is_clipped)
 
     def placed(self, places: StepLayout, params: PyTree, optimizer_state: PyTree) -> tuple[PyTree, PyTree, SpecTree]:
-        """Return parameters as they are stored, the packed state with the leaves of requests, and its specs.
-
-        Args:
-            places: the layouts of the step.
-            params: the user's parameters, full.
-            optimizer_state: the optimizer's state, full, with or without the leaves of requests.
-        """
+        """Return stored parameters, packed state with the leaves of requests, and its specs, from full trees."""
         stored = self._trained(params)
         packed = places.packed_state(self._with_requests(one_replica(optimizer_state), stored, self.requests))
         for each in self.requests:
@@ -279,10 +247,7 @@ class StateManager:
     def copy(self, state: TrainState) -> TrainState:
         """Copy a state into separate memory. Steps from the original do not donate the copy."""
         form = self.known_form(state)
-        held = (
-            handle if isinstance(handle, StaticLeaf) else copy_if_aliased(handle, storages(handle))
-            for handle in state.handles
-        )
+        held = (x if isinstance(x, StaticLeaf) else copy_if_aliased(x, storages(x)) for x in state.handles)
         copied = TrainState(state.step, tuple(held), form, state.whose, state.recorded)
         copied.watched, copied.counts = state.watched, state.counts
         return copied
@@ -326,13 +291,7 @@ class StateManager:
                 each.check(optree.tree_map(whole, held))
 
     def known_form(self, state: TrainState) -> StateLayout:
-        """Return the layout of a state, as the instance of this step.
-
-        Raises:
-            TypeError: if `state` is not a TrainState.
-            DonatedStateError: if the state was donated.
-            ValueError: if this step has no such layout.
-        """
+        """Return the layout of a state, as the instance of this step."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"train_step takes a TrainState, not {type(state).__name__}: make one of whole parameters by "
@@ -342,11 +301,7 @@ class StateManager:
         return form if form in self._known else self._own_form(form)
 
     def runtime_for(self, state: TrainState) -> Runtime[Any, Any]:
-        """Return the runtime of the step, after a check that it holds this state.
-
-        Raises:
-            ValueError: if the state was created before the process group.
-        """
+        """Return the runtime of the step, after a check that it holds this state."""
         runtime = runtime_of(self.mesh, self.f, self.options.reduction)
         handle = next((each for each in state.handles if not isinstance(each, StaticLeaf)), None)
         if handle is not None and runtime_kind_of(handle) != runtime.holders:
@@ -357,11 +312,7 @@ class StateManager:
         return runtime
 
     def _own_form(self, form: StateLayout) -> StateLayout:
-        """Return this step's layout that is equal to `form`, the layout of another step.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """Return this step's layout that is equal to `form`, the layout of another step."""
         if form.key in self._forms:
             return self._forms[form.key]
         why = f"; {form.difference([*self._forms.values()][-1])}" if self._forms else ", which has made none yet"

@@ -218,13 +218,8 @@ class TrainStep(StateManager):
 
     def _counts(self, state: TrainState) -> dict[str, int] | None:
         """Return the update counts known on the host. None if a step may make no update or several."""
-        if (
-            any(each.may_skip for each in self.requests)
-            or is_asynchronous(self.f.layout, self.mesh)
-            or state.counts is None
-        ):
-            return None
-        return dict(state.counts)
+        may_differ = any(each.may_skip for each in self.requests) or is_asynchronous(self.f.layout, self.mesh)
+        return None if may_differ or state.counts is None else dict(state.counts)
 
     def _key(self, state: TrainState) -> list[torch.Tensor]:
         seed = self.options.seed
@@ -281,11 +276,7 @@ class TrainStep(StateManager):
         return self._lowered_for(form, batch, lambda: self.shapes(form, state), exchanges)
 
     def _lowered_for(
-        self,
-        form: StateLayout,
-        batch: tuple[PyTree, ...],
-        shapes: Callable[[], tuple[PyTree, PyTree]],
-        exchanges: bool,
+        self, form: StateLayout, batch: tuple[PyTree, ...], shapes: Callable[[], tuple[PyTree, PyTree]], exchanges: bool
     ) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
         key = (tree, tuple(map(leaf_signature, leaves)))

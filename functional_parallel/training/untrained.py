@@ -19,14 +19,7 @@ from ..ir import current_source, is_trained, warn_at
 from ..optim import likes, tree_map_params
 from ..tracing import ClosedOver, recorder
 
-__all__ = [
-    "old_params",
-    "old_state",
-    "old_weights",
-    "report_untrained",
-    "untrained",
-    "without",
-]
+__all__ = ["old_params", "old_state", "old_weights", "report_untrained", "untrained", "without"]
 
 _LISTED = 8
 
@@ -41,26 +34,14 @@ def untrained(params: PyTree, gradients: PyTree) -> list[bool]:
 def report_untrained(
     loss: str, params: PyTree, flags: Sequence[bool], frozen: Sequence[bool], warned: set[str]
 ) -> None:
-    """Warn of parameters and closed-over tensors that a step does not train. Raise if it trains nothing.
-
-    Args:
-        loss: name of the loss.
-        params: the parameters.
-        flags: result of `untrained`.
-        frozen: for each leaf, whether the optimizer freezes it.
-        warned: paths and names of earlier warnings; extended.
-
-    Raises:
-        NothingToTrainError: if there are parameters to train, and none has a path to the loss.
-    """
+    """Warn once of each parameter and closed-over tensor that a step does not train. Raise if it trains nothing."""
     paths = [f"`{path}`" if path else "the parameter" for path in tree_paths(params)]
     trained = [is_trained(leaf) and not fixed for leaf, fixed in zip(optree.tree_leaves(params), frozen, strict=True)]
     active = recorder()
     outside = [] if active is None else active.trainable_constants
     if any(trained) and list(flags) == trained:
-        raise NothingToTrainError(
-            _nothing(loss, [path for path, flag in zip(paths, flags, strict=True) if flag], outside)
-        )
+        unused_paths = [path for path, flag in zip(paths, flags, strict=True) if flag]
+        raise NothingToTrainError(_nothing(loss, unused_paths, outside))
     missing = [path for path, flag in zip(paths, flags, strict=True) if flag and path not in warned]
     if missing:
         warned.update(missing)
@@ -104,9 +85,7 @@ def _listed(paths: Sequence[str]) -> str:
     return ", ".join(paths[:_LISTED]) + more
 
 
-# -----------------------------------------------------------------------------
-# No update
-# -----------------------------------------------------------------------------
+# --- No update ---
 
 
 def without(gradients: PyTree, flags: Sequence[bool]) -> PyTree:
@@ -134,12 +113,8 @@ def old_weights(new: PyTree, old: PyTree, masks: PyTree) -> PyTree:
 def old_state(new: PyTree, old: PyTree, params: PyTree, masks: PyTree) -> PyTree:
     """Return the new optimizer state, with the old values for untrained parameters.
 
-    A leaf of the state belongs to a parameter if its subtree has the parameters' structure and it has the shape.
-
-    Args:
-        new, old: the states.
-        params: parameters as the optimizer sees them.
-        masks: per parameter True if it is untrained, False if trained, or a mask of its untrained elements.
+    A leaf of the state belongs to a parameter if its subtree has the parameters' structure and it has the shape. A mask
+    is True for an untrained parameter, False for a trained one, or marks the untrained elements.
     """
     if not any(mask is not False for mask in optree.tree_leaves(masks)):
         return new

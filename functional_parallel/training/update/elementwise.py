@@ -44,36 +44,20 @@ _FILLED = {  # constant tensors
 
 _IN_ORDER = RESHAPES | UNIT_DIMS
 _SHAPE_ARGUMENT = {aten.full.default: 0, aten.zeros.default: 0, aten.ones.default: 0} | dict.fromkeys(
-    [*(op for op in _FILLED if "new_" in str(op)), *RESHAPES],
-    1,
+    [*(op for op in _FILLED if "new_" in str(op)), *RESHAPES], 1
 )
 
 
 class Call(NamedTuple):
-    """A call of an update, to be compared with another call.
-
-    Attributes:
-        update: (gradients, state, parameters) → (parameters, state).
-        args: arguments of the update. Only shapes and dtypes matter, so an `Aval` may replace a tensor.
-        names: name of each tensor in `args`. Tensors with the same name in two calls correspond to each other.
-    """
+    """A call of an update, to be compared with another call."""
 
     update: Update
-    args: tuple[PyTree, ...]
-    names: list[Hashable]
+    args: tuple[PyTree, ...]  # only shapes and dtypes matter, so an `Aval` may replace a tensor
+    names: list[Hashable]  # of the tensors in `args`; those with equal names in two calls correspond to each other
 
 
 def shard_mismatch(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> str | None:
-    """Explain why an update of a rank's shards differs from the shards of the full update.
-
-    Args:
-        update: the update.
-        args: gradients, state and parameters of one rank.
-        specs: specs of `args`, one per leaf.
-
-    Returns:
-        Description of the op and its source line. None if the update is elementwise.
-    """
+    """Explain why an update of a rank's shards differs from shards of the full update; None if it is elementwise."""
     places = iter(optree.tree_leaves(specs))
     whole = optree.tree_map(lambda leaf: _whole(leaf, next(places)), args)
     rows = zip(optree.tree_leaves(whole), optree.tree_leaves(specs), strict=True)
@@ -87,17 +71,7 @@ def _whole(leaf: T, spec: P) -> T | Aval:
 
 
 def layer_mismatch(update: Update, state: PyTree, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
-    """Explain why an update of one layer differs from the update of the stack of all layers.
-
-    Args:
-        update: the update.
-        state: optimizer state of the stacked parameters.
-        stacked: parameters without memory, some of them stacks of layers.
-        is_stack: whether a leaf is a stack.
-
-    Returns:
-        Description of the difference. None if the update is elementwise.
-    """
+    """Explain why an update of one layer differs from that of the stack of all layers; None if it is elementwise."""
     args = (stacked, state, stacked)
     taken = like_params(args, stacked, optree.tree_map(lambda leaf: P("layers") if is_stack(leaf) else P(), stacked))
     layers = optree.tree_map(lambda leaf, spec: of_shape(leaf, leaf.shape[1:]) if spec.axes else leaf, args, taken)
@@ -108,15 +82,7 @@ def layer_mismatch(update: Update, state: PyTree, stacked: PyTree, is_stack: Cal
 
 
 def require_promise_kept(beyond: str | None, way_out: str) -> None:
-    """Raise if an optimizer has `constants`, which promise an elementwise update, but its update is not elementwise.
-
-    Args:
-        beyond: description of the violation; None if there is none.
-        way_out: fix that the message proposes.
-
-    Raises:
-        ValueError: if `beyond` is not None.
-    """
+    """Raise if an optimizer has `constants`, but its update is not elementwise, as `beyond` describes."""
     if beyond is not None:
         raise ValueError(
             f"this optimizer has `constants`, which promises that its update is elementwise, and it is not: {beyond}. "
@@ -124,23 +90,13 @@ def require_promise_kept(beyond: str | None, way_out: str) -> None:
         )
 
 
-# -----------------------------------------------------------------------------
-# Two calls compared
-# -----------------------------------------------------------------------------
+# --- Two calls compared ---
 
 
 def update_mismatch(whole: Call, parts: Call, labels: Sequence[Hashable], parts_are: str) -> str | None:
-    """Explain why a call of an update on slices differs from the slices of the call on full tensors.
+    """Explain why an update of slices differs from the slices of the update of full tensors; None if it does not.
 
-    Args:
-        whole: call on full tensors.
-        parts: call on slices of them.
-        labels: label of each tensor of `whole`; tensors with different layouts have different labels. None for a
-            replicated tensor.
-        parts_are: name of the slices in messages.
-
-    Returns:
-        Description of the first difference. None if the update treats each element independently.
+    `labels` has a label for each tensor of `whole`, the same for equal layouts only; None for a replicated tensor.
     """
     traced = _traced(whole)
     found, further = _lying(traced, labels)
@@ -192,9 +148,7 @@ def of_shape(like: torch.Tensor | Aval, shape: Sequence[int]) -> Aval:
     return Aval(tuple(shape), like.dtype, like.device)
 
 
-# -----------------------------------------------------------------------------
-# Elementwise dependence
-# -----------------------------------------------------------------------------
+# --- Elementwise dependence ---
 
 _ANY = "one number everywhere"  # compatible with every layout
 
@@ -202,11 +156,10 @@ Place = tuple[Hashable, tuple[int, ...]] | str | None  # label and shape of a sp
 
 
 def _lying(traced: Traced, labels: Sequence[Hashable]) -> tuple[dict[fx.Node, Place], fx.Node | None]:
-    """Return the layout of each value, and the first op that is not elementwise. None if all ops are elementwise.
+    """Return the layout of each value, and the first op that is not elementwise, after which no layouts are computed.
 
-    The layout of a split value is the label of an input together with a shape. A split value may be combined only in
-    elementwise ops, and only with values of equal layout, replicated scalars and numbers. After the first op that
-    violates this, no layouts are computed.
+    A split value has the label of an input and a shape. It may be combined only in elementwise ops, and only with
+    values of equal layout, replicated scalars and numbers.
     """
     found = {node: _lies(node, label) for node, label in zip(traced.inputs, labels, strict=True)}
     for node in (node for node in traced.graph.nodes if node.op != "output"):
@@ -256,19 +209,11 @@ def _named(path: str) -> str:
     return {"0": "the gradient of {}", "1": "the state's {}", "2": "{}"}[kind].format(rest or "the parameter")
 
 
-# -----------------------------------------------------------------------------
-# Equality of expressions
-# -----------------------------------------------------------------------------
+# --- Equality of expressions ---
 
 
 def _numbered(traced: Traced, names: Sequence[Hashable], table: dict[Hashable, int]) -> dict[fx.Node, int]:
-    """Number the values of a graph. Values get equal numbers if equal ops compute them from inputs of equal names.
-
-    Args:
-        traced: a graph.
-        names: names of its inputs.
-        table: table of numbers, shared by several graphs; extended.
-    """
+    """Number the values of a graph. In graphs of one `table`, equal ops on inputs of equal names have equal numbers."""
     keys: dict[fx.Node, Hashable] = {node: ("input", name) for node, name in zip(traced.inputs, names, strict=True)}
     for node, tensor in zip(traced.captured_inputs, traced.captured, strict=True):
         keys[node] = ("captured", id(tensor))
@@ -313,6 +258,5 @@ def _shown(node: fx.Node, traced: Traced) -> str:
 
     if node.op != "call_function":
         return f"a value given to it ({shown(node)})"
-    return (
-        f"{node.target}({', '.join(map(str, walk_args(node.args, shown)))}) at {source_of(node) or 'an unknown line'}"
-    )
+    operands = ", ".join(map(str, walk_args(node.args, shown)))
+    return f"{node.target}({operands}) at {source_of(node) or 'an unknown line'}"

@@ -43,12 +43,7 @@ class FlatBuffers(NamedTuple):
 
 
 class NoPacking:
-    """Packing that changes nothing: every parameter is updated separately.
-
-    Args:
-        params: the parameters.
-        constants: optimizer constants of each parameter; None if the optimizer does not declare them.
-    """
+    """Packing that changes nothing: every parameter is updated separately. `constants` is None if not declared."""
 
     groups: tuple[_Group, ...] = ()
 
@@ -98,20 +93,10 @@ class _Group:
 class FlatPacking:
     """Packs trees with the structure of the parameters into vectors, per rank or for all ranks.
 
-    A full vector is the concatenation of the ranks' vectors, so the axes that split its leaves split dim 0.
-
-    Args:
-        params: the full parameters. Only paths, shapes and dtypes matter.
-        specs: compute layout of each parameter: the axes that split it, and the axes of the wanted partial sums of
-            its gradient.
-        mesh: the mesh.
-        over: the axes that split the vectors, outermost first.
-        optimizer: its `constants` declare which parameters it treats identically.
-        apart: tree prefix of additional labels. Parameters with different labels do not share a vector.
-        frozen: for each leaf, whether it is in no vector because it is not updated.
-
-    Raises:
-        ValueError: if the optimizer is not elementwise, or has no `constants`.
+    A full vector is the concatenation of the ranks' vectors, so the axes that split its leaves split dim 0. The axes
+    `over` split the vectors, outermost first. Of `params` only paths, shapes and dtypes matter. `specs` has their
+    compute layouts, with the axes of the partial sums of gradients. Parameters with different labels in the tree prefix
+    `apart` do not share a vector. Frozen leaves are in no vector.
     """
 
     def __init__(
@@ -242,11 +227,7 @@ class FlatPacking:
     # --- full vectors ---
 
     def pack_whole(self, tree: PyTree) -> FlatBuffers:
-        """Pack full leaves into full vectors. Leaves of a moment that are no tensors stay one such leaf per vector.
-
-        Raises:
-            ValueError: if a leaf does not have the shape of its parameter, so it has no slice in a vector.
-        """
+        """Pack full leaves into full vectors. Leaves of a moment that are no tensors stay one such leaf per vector."""
         leaves = self.tree.flatten_up_to(tree)
         vectors = []
         for group in self.groups:
@@ -290,11 +271,7 @@ class FlatPacking:
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Check that an optimizer can update a vector of several parameters.
-
-    Raises:
-        ValueError: if it has `specs`, because it is then not elementwise, or if it does not have `constants`.
-    """
+    """Check that an optimizer can update a vector of several parameters."""
     if getattr(optimizer, "specs", None) is not None:
         raise ValueError(
             "layout='flat' cuts parameters anywhere, but this optimizer is not elementwise (it has `specs`, as that of "

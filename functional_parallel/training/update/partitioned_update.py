@@ -31,13 +31,7 @@ register_rule(ADAMW, "..., ..., ..., ..., , -> ..., ..., ...")  # parameter, gra
 
 
 def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
-    """Return new parameters and state, with the layouts of the old ones.
-
-    Args:
-        update: (gradients, state, parameters) → (parameters, state).
-        args: gradients, state and parameters of one rank.
-        specs: specs of `args`.
-    """
+    """Return new parameters and state of one rank, with the layouts of the old ones."""
     full = _full(args, specs)
     axes = _axes_of(full)
     if not axes or shard_mismatch(update, args, full) is None:
@@ -53,16 +47,7 @@ def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
 
 
 def check_elementwise(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> None:
-    """Check that an update that is declared elementwise is elementwise, if its arguments are shards.
-
-    Args:
-        update: (gradients, state, parameters) → (parameters, state).
-        args: gradients, state and parameters of one rank.
-        specs: specs of `args`.
-
-    Raises:
-        ValueError: if it is not elementwise.
-    """
+    """Check that an update that is declared elementwise is elementwise, if its arguments are shards."""
     full = _full(args, specs)
     require_promise_kept(shard_mismatch(update, args, full) if _axes_of(full) else None, _LEAVE_IT_AWAY)
 
@@ -89,9 +74,7 @@ def _of_axis(axis: str, spec: P) -> P:
     return spec.only({axis})
 
 
-# -----------------------------------------------------------------------------
-# Padded dims: an update must not read the padding
-# -----------------------------------------------------------------------------
+# --- Padded dims: an update must not read the padding ---
 
 
 def _even(spec: P) -> P:

@@ -24,16 +24,8 @@ _LISTED = 4
 def warn_of_replicated_state(
     state: PyTree, specs: SpecTree, places: StepLayout, optimizer: Optimizer, requests: Sequence[StateRequest]
 ) -> None:
-    """Warn of replicated leaves of a state that have the shapes of sharded parameters, as moments have.
-
-    Args:
-        state: the packed state, full tensors.
-        specs: specs of its leaves.
-        places: layouts of the step.
-        optimizer: the optimizer. If it has `specs`, it declares itself which leaves are replicated.
-        requests: the requests that add leaves to the state; these are not checked.
-    """
-    if getattr(optimizer, "specs", None) is not None:
+    """Warn of replicated leaves of a packed state that have the shapes of sharded parameters, as moments have."""
+    if getattr(optimizer, "specs", None) is not None:  # it declares itself which leaves are replicated
         return
     (state, _), (specs, _) = (split_state(each, requests) for each in (state, specs))
     axes = _axes_by_shape(places)
@@ -41,12 +33,9 @@ def warn_of_replicated_state(
     found = {path: leaf for path, leaf, spec in rows if not spec.axes and getattr(leaf, "shape", None) in axes}
     if not found:
         return
-    size, split = (
-        sum(leaf.nbytes for leaf in found.values()),
-        sorted({a for x in found.values() for a in axes[x.shape]}),
-    )
+    size = sum(leaf.nbytes for leaf in found.values())
     more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    over = ", ".join(map(repr, split))
+    over = ", ".join(map(repr, sorted({axis for leaf in found.values() for axis in axes[leaf.shape]})))
     warn_at(
         current_source(),
         f"train_step: ZeRO has no effect on this optimizer's state: every rank along {over} holds all "

@@ -18,24 +18,12 @@ __all__ = ["require_same_structure"]
 
 
 def require_same_structure(returned: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Check that new parameters and state have the structure, shapes and dtypes of the old ones, and return them.
-
-    Args:
-        returned: result of the update.
-        params, state: arguments of the update.
-
-    Raises:
-        TypeError: if `returned` is not a pair.
-        ValueError: if something differs; the message lists the differences by path.
-    """
+    """Check that new parameters and state have the structure, shapes and dtypes of the old ones, and return them."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
             f"the optimizer's update returned a {type(returned).__name__}; it returns (new parameters, new state)"
         )
-    problems = [
-        *_differences("parameters", params, returned[0]),
-        *_differences("state", state, returned[1]),
-    ]
+    problems = [*_differences("parameters", params, returned[0]), *_differences("state", state, returned[1])]
     if problems:
         raise ValueError(
             "the optimizer's update shall return (new parameters, new state) like those that it was given, for a step "

@@ -39,37 +39,21 @@ class StepLayout:
     """Specs of parameters, gradients and state in a step.
 
     `compute` and `kept` have the tree of the parameters. The other specs have the tree that `packing` computes from it.
-
-    Attributes:
-        params: shapes of the parameters, in the dtypes in which they are trained.
-        packing: packing of the parameters for the update.
-        compute: compute layout of the parameters, in the loss.
-        kept: storage layout of the parameters, between steps.
-        summed: layout of the gradients that the loss returns.
-        whole: layout of the parameters before the update splits them.
-        update: layout of the parameters in the optimizer's update.
-        counted: layout of the gradients for the sum of squares of their norm.
-        frozen: for each leaf of the parameters, whether the optimizer freezes it.
-        owners: axes along which one rank holds parameters, gradients and state, with its index.
     """
 
-    params: PyTree
+    params: PyTree  # shapes, in the dtypes in which they are trained
     packing: NoPacking | FlatPacking
-    compute: SpecTree
-    kept: SpecTree
-    summed: SpecTree
-    whole: SpecTree
-    update: SpecTree
-    counted: SpecTree
-    frozen: tuple[bool, ...]
-    owners: Mapping[str, int] = field(default_factory=dict)
+    compute: SpecTree  # of the parameters in the loss
+    kept: SpecTree  # of the parameters at rest, between steps
+    summed: SpecTree  # of the gradients that the loss returns
+    whole: SpecTree  # of the parameters before the update splits them
+    update: SpecTree  # of the parameters in the optimizer's update
+    counted: SpecTree  # of the gradients for the sum of squares of their norm
+    frozen: tuple[bool, ...]  # per leaf of the parameters, by the optimizer
+    owners: Mapping[str, int] = field(default_factory=dict)  # index of the rank that holds all, by axis
 
     def state(self, state: PyTree, optimizer: Optimizer, requests: Sequence[StateRequest]) -> SpecTree:
-        """Return the specs of a packed state of full tensors.
-
-        For the optimizer's part, they are the result of the optimizer's `specs`, if it has them. Else each leaf has the
-        update layout of its parameter.
-        """
+        """Return the specs of a packed state of full tensors: the optimizer's `specs`, or the layouts of the update."""
         own, leaves = split_state(state, requests)
         by_itself = getattr(optimizer, "specs", None)  # a user's own pair may lack it
         specs = self._like_params(own) if by_itself is None else by_itself(self.params, self.update)
@@ -87,22 +71,14 @@ class StepLayout:
         return tree_map_params(self.packing.pack_whole, state, optree.tree_structure(self.params))
 
     def unpacked_state(self, state: PyTree) -> PyTree:
-        """Unpack a state of full tensors into the tree of the parameters, the form that a checkpoint saves.
-
-        It does not depend on the layout of the step.
-        """
+        """Unpack a state of full tensors into the tree of the parameters, which a checkpoint saves for every layout."""
         return tree_map_params(self.packing.unpack_whole, state, self.packing.structure)
 
 
 def find_step_layout(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, clipped: bool) -> StepLayout:
-    """Compute the layouts of a step from the layout of its loss.
+    """Compute the layouts of a step from the layout of its loss. Of the trained parameters only the shapes matter.
 
-    Args:
-        f: the layout of the loss on shards.
-        mesh: the mesh.
-        params: the parameters as they are trained, or tensors of their shapes.
-        optimizer: the optimizer.
-        clipped: whether the update uses the gradients' norm. Every ZeRO stage must then sum it in the same order.
+    If the update uses the gradients' norm (`clipped`), every ZeRO stage sums it in the same order.
     """
     shapes = optree.tree_map(hollow, params)
     with bind(f.mesh(mesh).shape, None):
@@ -136,10 +112,7 @@ def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:
 
 
 def _decided(f: Layout, shapes: PyTree, optimizer: Optimizer, field: str, default: Any) -> PyTree:
-    """What the optimizer decides for each parameter by its function `field`, such as its constants, a weight decay.
-
-    It is decided from full parameters, or from the stack of layers for a parameter of a layer.
-    """
+    """Return the result of the optimizer's `field` per parameter, from full parameters, or stacks of layers."""
     decide = getattr(optimizer, field, None)  # a user's own pair may lack it
     if decide is None:
         return None if default is None else optree.tree_map(lambda _: default, shapes)

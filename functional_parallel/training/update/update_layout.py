@@ -95,9 +95,6 @@ def global_norm(gradients: PyTree, specs: SpecTree, owners: Collection[str] = ()
     """Return the norm of all gradients. Each element is counted once, with one psum per set of axes.
 
     Along the axes of `owners` one rank holds all shards. It adds their squares in the order in which a psum does.
-
-    Raises:
-        ValueError: if there is no gradient.
     """
     counted: dict[tuple[str, ...], list[tuple[torch.Tensor, P]]] = {}
     leaves = optree.tree_leaves(specs, none_is_leaf=True)  # a parameter that is None has no spec
