@@ -151,12 +151,7 @@ class Compiled:
     """
 
     def __init__(
-        self,
-        f: Callable[..., PyTree],
-        mesh: Mesh,
-        specs: tuple[SpecTree, SpecTree] | None,
-        name: str,
-        options: Options,
+        self, f: Callable[..., PyTree], mesh: Mesh, specs: tuple[SpecTree, SpecTree] | None, name: str, options: Options
     ) -> None:
         self.f, self.mesh, self.name, self.options = f, mesh, name, options
         self.program: Program | PipelineProgram | None = None
@@ -173,11 +168,7 @@ class Compiled:
         return result if self._stacks is None else self._stacks.restack_all(result)
 
     def _inside(self, args: tuple[PyTree, ...]) -> PyTree:
-        """Call the function inside a trace. A bare function becomes a region of the traced program.
-
-        Raises:
-            LayoutError: when the function carries its own layout.
-        """
+        """Call the function inside a trace. A bare function becomes a region of the traced program."""
         if self._specs is None:
             raise LayoutError(
                 f"{current_source() or 'a call'}: {self!r} is called inside a function that is being traced, where "

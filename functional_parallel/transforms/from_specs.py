@@ -57,18 +57,12 @@ def from_specs(
     missing = [f"  {path}: {axis!r}" if path else f"  {axis!r}" for path, axis in axes if axis not in mesh.axis_names]
     if missing:
         raise SpecError(f"the specs name axes that {mesh!r} does not have:\n" + "\n".join(missing))
-    chosen = [
-        tensor_parallel(axis, specs, strict=strict)
-        for axis in reversed(mesh.axis_names)
-        if axis in named - {data, pipe}
-    ]
-    if data in mesh.axis_names:
-        at_rest = data in named
-        chosen.append(
-            zero(3, data, specs, batch=batch, strict=strict)
-            if at_rest
-            else data_parallel(data, batch=batch, strict=strict)
-        )
+    inner = (axis for axis in reversed(mesh.axis_names) if axis in named - {data, pipe})
+    chosen = [tensor_parallel(axis, specs, strict=strict) for axis in inner]
+    if data in mesh.axis_names and data in named:
+        chosen.append(zero(3, data, specs, batch=batch, strict=strict))
+    elif data in mesh.axis_names:
+        chosen.append(data_parallel(data, batch=batch, strict=strict))
     if pipe in mesh.axis_names:
         count = 2 * mesh.axis_size(pipe) if microbatches is None else microbatches
         stacks = specs if pipe in named else None

@@ -23,15 +23,9 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
 
     `fp.compile` and `fp.train_step` bind the microbatch axis. If nothing binds it, the result computes the full batch
     like `f`. This is needed for a derivative of torch.func, which `fp.compile` treats as a plain function: it must be a
-    derivative of `f` itself.
-
-    Args:
-        f: the function.
-        batch: specs of the arguments after the parameters over the axis "microbatch". The default cuts the dims that
-            data axes split, or without data axes dim 0.
-        describe: description of the transform for messages.
+    derivative of `f` itself. Specs in `batch` are over the axis "microbatch". By default they cut the dims that data
+    axes split, or without data axes dim 0.
     """
-
     inner = f if isinstance(f, LocalFunction) else as_local_function(f)
 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:

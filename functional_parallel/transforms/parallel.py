@@ -345,10 +345,7 @@ class _ShardDimChooser:
         return chosen
 
     def _dim_to_split(self, leaf: PyTree, taken: P, mesh: Mesh) -> P:
-        """Choose a dim that no other axis shards. Return it as a spec of this axis only.
-
-        It is the first dim that the axis divides, so that shards are contiguous if possible, else the longest dim.
-        """
+        """Choose a free dim: the first that the axis divides, for contiguous shards, else the longest."""
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.sharding.whole_below:
             return P()
         used = {placement.dim for placement in taken.placements(mesh)} | {getattr(leaf, STACK_DIM, None)}
@@ -366,25 +363,17 @@ def _fitted(leaf: PyTree, spec: P, mesh: Mesh) -> P:
 
 
 def _together(inner: P, own: P, mesh: Mesh) -> P:
-    """Combine the specs of two transforms for one parameter.
-
-    A dim that both shard must be divisible. Padding at the end of each shard is not padding at the end of the dim.
-    """
+    """Combine two specs. A dim that both shard must be divisible: padding of shards is not at the end of the dim."""
     both = inner.divided(own, mesh)
     shared = {placement.dim for placement in own.placements(mesh) if len(both.dim_axes()[placement.dim]) > 1}
     return both.replace(padded={dim: size for dim, size in both.padded.items() if dim not in shared})
 
 
-# -----------------------------------------------------------------------------
-# Specs of arguments
-# -----------------------------------------------------------------------------
+# --- Specs of arguments ---
 
 
 def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], SpecTree]:
-    """Return a function from a parameter tree to its specs, by rules or a tree of specs.
-
-    The function warns of a rule for this axis that matches no parameter.
-    """
+    """Return a function from parameters to specs, by rules or a spec tree. It warns of unused rules for this axis."""
     source = current_source()  # line of the call that creates the transform, which contains the rules
 
     def find(tree: PyTree) -> SpecTree:
@@ -424,11 +413,7 @@ def _only(specs: SpecTree, axis: str, who: str) -> SpecTree:
 
 
 def batch_arg_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
-    """Return specs of the arguments after the parameters. The list is empty if only the parameters are known.
-
-    Raises:
-        SpecError: if `batch` is a tuple with another length than the number of these arguments.
-    """
+    """Return specs of the arguments after the parameters. The list is empty if only the parameters are known."""
     if isinstance(batch, tuple):
         if len(args) > 1 and len(batch) != len(args) - 1:
             raise SpecError(

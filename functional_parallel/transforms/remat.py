@@ -88,11 +88,8 @@ def remat(
     if every > 1 and name != "layers":
         raise ValueError(f"remat(every={every}) is for the policy 'layers', not {name!r}")
     if (name == "auto") != (budget is not None):
-        wrong = (
-            "'auto' needs a budget: fp.remat(budget='8GiB')"
-            if budget is None
-            else f"a budget is for 'auto', not {name!r}"
-        )
+        needs = "'auto' needs a budget: fp.remat(budget='8GiB')"
+        wrong = needs if budget is None else f"a budget is for 'auto', not {name!r}"
         raise ValueError(f"remat({policy!r}, budget={budget!r}): {wrong}")
     asked = Remat(name, every, where) if budget is None else RematToBudget(parse_bytes(budget), where)
 

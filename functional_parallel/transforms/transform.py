@@ -20,17 +20,10 @@ __all__ = ["Plan", "Transform", "chain"]
 
 @dataclass(frozen=True)
 class Transform:
-    """One transform.
-
-    Attributes:
-        name: the name in messages.
-        axis: the mesh axis that it uses, if any.
-        order: its position in the legal order.
-        apply: the function that transforms a function.
-    """
+    """One transform."""
 
     name: str
-    axis: str | None
+    axis: str | None  # of the mesh
     order: Order
     apply: Callable[[Callable[..., PyTree]], LocalFunction]
 

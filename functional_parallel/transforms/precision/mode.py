@@ -31,7 +31,6 @@ class PrecisionMode(TorchFunctionMode):
     """Mode that computes products in `dtype`, and islands and losses in float32, while it is active.
 
     The result of an island is cast back to the dtype of its first floating operand, except if float16 may not hold it.
-
     Values computed from `kept` tensors only are also kept. A product with a kept tensor is computed in float32.
     """
 

@@ -18,32 +18,9 @@ __all__ = ["FP32_OPS", "LOSSES", "LOW_PRECISION_OPS", "PROMOTE_OPS", "STATISTICS
 
 # In low precision.
 LOW_PRECISION_OPS = [
-    "linear",
-    "bilinear",
-    "matmul",
-    "__matmul__",
-    "__rmatmul__",
-    "mm",
-    "bmm",
-    "mv",
-    "dot",
-    "vdot",
-    "inner",
-    "tensordot",
-    "einsum",
-    "multi_dot",
-    "chain_matmul",
-    "addmm",
-    "addmv",
-    "addbmm",
-    "baddbmm",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "scaled_dot_product_attention",
+    *("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner"),
+    *("tensordot", "einsum", "multi_dot", "chain_matmul", "addmm", "addmv", "addbmm", "baddbmm", "conv1d", "conv2d"),
+    *("conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"),
     "multi_head_attention_forward",
 ]
 
@@ -51,109 +28,33 @@ LOW_PRECISION_OPS = [
 # float32, because it may leave the range of float16 although the operand does not. Otherwise the square of 256 would be
 # infinite, and a norm of it zero. bfloat16 has the range of float32.
 WIDE_RANGE_OPS = [
-    "norm",
-    "vector_norm",
-    "matrix_norm",
-    "dist",
-    "cdist",
-    "pairwise_distance",
-    "exp",
-    "exp2",
-    "expm1",
-    "pow",
-    "float_power",
-    "square",
-    "reciprocal",
-    "__pow__",
-    "__rpow__",
-    "__rtruediv__",
-    "sinh",
-    "cosh",
-    "tan",
-    "sum",
-    "nansum",
-    "prod",
-    "cumsum",
-    "cumprod",
-    "trace",
-    "var",
-    "var_mean",
+    *("norm", "vector_norm", "matrix_norm", "dist", "cdist", "pairwise_distance", "exp", "exp2", "expm1", "pow"),
+    *("float_power", "square", "reciprocal", "__pow__", "__rpow__", "__rtruediv__", "sinh", "cosh", "tan", "sum"),
+    *("nansum", "prod", "cumsum", "cumprod", "trace", "var", "var_mean"),
 ]
 
 # In float32, with the result in the dtype of the operand. Includes WIDE_RANGE_OPS.
 FP32_OPS = [
     *WIDE_RANGE_OPS,
-    "softmax",
-    "log_softmax",
-    "softmin",
-    "gumbel_softmax",
-    "logsumexp",
-    "logcumsumexp",
-    "logaddexp",
-    "layer_norm",
-    "rms_norm",
-    "group_norm",
-    "batch_norm",
-    "instance_norm",
-    "local_response_norm",
-    "normalize",
-    "renorm",
-    "cosine_similarity",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "rsqrt",
-    "sqrt",
-    "asin",
-    "acos",
-    "erfinv",
-    "softplus",
-    "mean",
-    "nanmean",
-    "std",
-    "std_mean",
+    *("softmax", "log_softmax", "softmin", "gumbel_softmax", "logsumexp", "logcumsumexp", "logaddexp", "layer_norm"),
+    *("rms_norm", "group_norm", "batch_norm", "instance_norm", "local_response_norm", "normalize", "renorm"),
+    *("cosine_similarity", "log", "log2", "log10", "log1p", "rsqrt", "sqrt", "asin", "acos", "erfinv", "softplus"),
+    *("mean", "nanmean", "std", "std_mean"),
 ]
 
 # In float32, with the result in float32.
 LOSSES = [
-    "cross_entropy",
-    "nll_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "kl_div",
-    "ctc_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "poisson_nll_loss",
-    "gaussian_nll_loss",
-    "cosine_embedding_loss",
-    "hinge_embedding_loss",
-    "margin_ranking_loss",
-    "soft_margin_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "multilabel_soft_margin_loss",
-    "triplet_margin_loss",
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "poisson_nll_loss", "gaussian_nll_loss"),
+    *("cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss", "multi_margin_loss"),
+    *("multilabel_margin_loss", "multilabel_soft_margin_loss", "triplet_margin_loss"),
     "triplet_margin_with_distance_loss",
 ]
 
 # In the widest dtype of the operands: torch raises an error for these functions if dtypes differ.
 PROMOTE_OPS = [
-    "index_put",
-    "index_add",
-    "index_copy",
-    "scatter",
-    "scatter_add",
-    "scatter_reduce",
-    "masked_scatter",
-    "lerp",
-    "addcmul",
-    "addcdiv",
-    "grid_sample",
-    "cross",
+    *("index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "masked_scatter", "lerp"),
+    *("addcmul", "addcdiv", "grid_sample", "cross"),
 ]
 
 # Running statistics, which are not trained. They change by small updates, which low precision would lose.
@@ -163,11 +64,7 @@ _HOMES = (torch, torch.nn.functional, torch.special, torch.linalg, torch.Tensor)
 
 
 def functions_named(names: Iterable[str | Callable[..., Any]]) -> frozenset[Any]:
-    """Return the functions and methods with these names. Functions in `names` are returned unchanged.
-
-    Raises:
-        ValueError: for a name that no torch function has.
-    """
+    """Return the functions and methods with these names. Functions in `names` are returned unchanged."""
     found: set[Any] = set()
     for name in names:
         if callable(name):
