@@ -32,15 +32,13 @@ SimulatedValue = list[torch.Tensor]
 class SimulatedRuntime(Runtime[SimulatedValue, Program]):
     """Runs programs on simulated ranks. A handle is a list of tensors, one per class of ranks.
 
+    With `deduplicate`, a value is computed once for all ranks on which it is equal; else once per rank.
+
     >>> import torch
     >>> from sharding_specs import Mesh, P
     >>> runtime = SimulatedRuntime(Mesh(data=2, tensor=2))
     >>> [part.tolist() for part in runtime.shard(torch.arange(4), P("data"))]
     [[0, 1], [2, 3]]
-
-    Args:
-        mesh: the mesh.
-        deduplicate: compute a value once for all ranks on which it is equal; else once per rank.
     """
 
     holders = "simulated ranks"
@@ -50,18 +48,15 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
         self.classes = RankClasses(mesh, deduplicate)
 
     def shard(self, x: torch.Tensor, spec: P) -> SimulatedValue:
-        """Return the ranks' shards of a full tensor."""
         ranks = self.classes.representatives(self.classes.of_spec(spec))
         everywhere = spec.replace(owner={})  # a value of one rank is computed once, like one that all ranks hold
         return [shard_leaf(x, everywhere, self.mesh, rank) for rank in ranks]
 
     def whole(self, handle: SimulatedValue, spec: P, whose: str = "") -> torch.Tensor:
-        """Build the full tensor from the ranks' shards."""
         axes = self.classes.of_spec(spec)
         return unshard_leaf([handle[self.classes.index(rank, axes)] for rank in self.mesh.ranks], spec, self.mesh)
 
     def like(self, handle: SimulatedValue, spec: P) -> torch.Tensor:
-        """Return a tensor of the global shape, without memory."""
         result: torch.Tensor = hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))
         return result
 
@@ -73,10 +68,7 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
     def run(
         self, program: Program, handles: list[SimulatedValue], batch: Sequence[torch.Tensor] = (), whose: str = ""
     ) -> list[SimulatedValue]:
-        """Run a program on sharded inputs. The list is donated, so that an input is freed after its last use.
-
-        `batch` and `whose` are for comparison between processes. They are not used here.
-        """
+        """Run a program on sharded inputs. The list is donated, so that an input is freed after its last use."""
         differentiable = any(_torch.has_functorch_level(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:
@@ -89,7 +81,6 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
             return run(handles)
 
     def replay(self, program: Program, handles: list[SimulatedValue]) -> Origin | None:
-        """Run a program op by op, and return the op that first computed a non-finite value, if any."""
         log = Log()
         self.run_recorded(log, program, handles)
         return log.first
@@ -101,7 +92,6 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
         return lockstep.record.run(lockstep.function(), handles, log)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program on full inputs, and return full results."""
         handles = [self.shard(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
         results = self.run(program, handles)
         return [self.whole(handle, spec) for handle, spec in zip(results, program.out_specs, strict=True)]
@@ -124,9 +114,8 @@ class _Lockstep:
             if node.op == "get_attr":
                 self.axes[node] = classes.of_spec(P())
             elif node.op == "call_function":
-                decisive = mutated_operands(node) or operands_of(
-                    node
-                )  # a mutated operand is overwritten once per class
+                # A mutated operand is overwritten once per class.
+                decisive = mutated_operands(node) or operands_of(node)
                 self.axes[node] = classes.of_node(node, (self.axes[operand] for operand in decisive))
 
     def function(self) -> Callable[..., Any]:
@@ -146,9 +135,8 @@ class _Lockstep:
     def _line(self, node: fx.Node, writer: Writer) -> str:
         name = primitive_name(node)
         if name == "axis_index":
-            return writer.constant(
-                [torch.tensor(self.mesh.axis_index(r, tuple(node.args[0]))) for r in self._ranks(node)]
-            )
+            axes = tuple(node.args[0])
+            return writer.constant([torch.tensor(self.mesh.axis_index(rank, axes)) for rank in self._ranks(node)])
         if name is not None:
             return self._collective(node, name, writer)
         operands = operands_of(node)

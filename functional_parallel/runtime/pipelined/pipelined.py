@@ -38,13 +38,7 @@ Value = TypeVar("Value")
 
 
 class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
-    """Runs pipelines over one axis of a mesh.
-
-    Args:
-        base: the mesh's own runtime.
-        axis: the axis of the pipeline.
-        alone: run all ranks of the axis in this process, even if there are others.
-    """
+    """Runs pipelines over one axis of the mesh of `base`. With `alone`, this process runs all ranks of the axis."""
 
     def __init__(self, base: Any, axis: str, *, alone: bool = False) -> None:
         self.base, self.axis = base, axis
@@ -62,7 +56,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return self._everywhere(self.base.shard(x, spec))
 
     def shard_for(self, program: PipelineProgram, number: int, x: torch.Tensor, spec: P) -> PipelineValue:
-        """Return the handle of a full tensor that is an input of a program, on the ranks that hold it."""
         return self._where_taken(program.holders(program.inputs[number]), x, spec)
 
     def entered(self, x: torch.Tensor, spec: P) -> PipelineValue:
@@ -81,7 +74,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return int(self.base.calls)
 
     def whole(self, placed: PipelineValue, spec: P, whose: str = "") -> torch.Tensor:
-        """Gather the full tensor."""
         result: torch.Tensor
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
             result = self.base.whole(next(iter(placed.parts.values())), spec, whose)
@@ -108,24 +100,20 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return self.carrier.pbroadcast(mine, (self.axis,), source)
 
     def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
-        """Return a tensor of the global shape, without memory."""
         result: torch.Tensor = hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
         return result
 
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
     ) -> None:
-        """Check that every rank was given the same full tensors, or the same shards."""
         self.base.check_same(name, paths, tensors, parts)
 
     def checksum(self, x: torch.Tensor) -> str:
-        """Return the checksum of a tensor for comparison with other ranks."""
         return str(self.base.checksum(x))
 
     def check_sums(
         self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
     ) -> None:
-        """Check that every rank has the same tensors, by their checksums."""
         self.base.check_sums(name, paths, sums, parts)
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
@@ -139,7 +127,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return result
 
     def agree_on(self, program: PipelineProgram) -> None:
-        """Check, before the first run of a program, that all ranks have the same program."""
         self.base.agree_on(program)
 
     def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> PipelineValue:
@@ -156,7 +143,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     # --- running ---
 
     def run_whole(self, program: PipelineProgram, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a pipeline on full inputs, and return full results."""
         if self.carrier is not None:
             self.base.agree_on(program)
             self.base.agree_on_inputs(program, tensors)
@@ -214,7 +200,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return self._results(program, lambda rank, node: workers[rank].late_value(node))
 
     def _pass_through(self, program: PipelineProgram, workers: Mapping[int, Executor]) -> None:
-        """Run the schedule."""
         for worker in workers.values():
             worker.begin()
         if program.events is not None:
@@ -283,7 +268,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return ScheduleRunner(program, self.mail, partial(self._timed, program))
 
     def _end(self, program: PipelineProgram, workers: dict[int, RankExecutor]) -> None:
-        """Run the epilogue."""
         if self.carrier is not None:
             self._executor(program).run_epilogue(workers[self.ranks[0]])
             return

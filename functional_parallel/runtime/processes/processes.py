@@ -49,17 +49,9 @@ _DERIVED = ", on tensors that require a gradient"  # collectives run one at a ti
 class ProcessRuntime(Runtime[torch.Tensor, Program]):
     """Runs programs on real ranks. A handle is this rank's tensor.
 
-    Args:
-        mesh: a mesh with one rank per process. If there is no process group, one is created from the launcher's
-            environment.
-        timeout: seconds after which a collective fails if some rank does not enter it. None means the timeout of an
-            existing process group, else 600.
-        reduction: "fast" (any order) or "ordered" (in rank order, bit-equal to simulated ranks).
-        algorithm: algorithm of collectives on gloo, as in `ProcessCommunicator`.
-
-    Raises:
-        ValueError: if the number of processes differs from the mesh's.
-        CollectiveError: if the processes cannot connect to each other.
+    If there is no process group, one is created from the launcher's environment. A collective fails after `timeout`
+    seconds if some rank does not enter it; None means the timeout of an existing process group, else 600. `reduction`
+    is "fast", in any order, or "ordered", in rank order and bit-equal to simulated ranks.
     """
 
     holders = "real processes"
@@ -88,11 +80,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return self._meeting.exchange(value, purpose)
 
     def algorithms(self, *axes: str) -> str:
-        """Return a table of the algorithms for collectives over some axes, with reasons. All ranks must call this.
-
-        Args:
-            axes: names of mesh axes; by default all of them together.
-        """
+        """Return a table of the algorithms, with reasons, for collectives over these axes. All ranks must call this."""
         return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
 
     @property
@@ -107,11 +95,8 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         part = shard_leaf(x, spec, self.mesh, self.rank)
         if part.is_meta:  # another rank holds it
             return part
-        return (
-            part.to(self.device)
-            if _torch.has_functorch_level([x])
-            else part.to(self.device).clone(memory_format=torch.contiguous_format)
-        )
+        part = part.to(self.device)
+        return part if _torch.has_functorch_level([x]) else part.clone(memory_format=torch.contiguous_format)
 
     def own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """Return a shard that this rank was given, on this rank's device."""
@@ -135,15 +120,13 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
                 if spec.unreduced:
                     handle = apply_primitive("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
                 for axis, dim, outer in split:
-                    handle = convert(
-                        handle, Shard(dim, outer), REPLICATED, axis, DimSplit.of(self.mesh.axis_size(axis))
-                    )
+                    parts = DimSplit.of(self.mesh.axis_size(axis))
+                    handle = convert(handle, Shard(dim, outer), REPLICATED, axis, parts)
         for dim, size in spec.padded.items():
             handle = handle.narrow(dim, 0, size)
         return handle
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return a tensor of the global shape, without memory."""
         like = torch.empty((), dtype=handle.dtype, device=self.device) if handle.is_meta else handle
         result: torch.Tensor = hollow(like, whole_shape(handle.shape, spec, self.mesh))
         return result
@@ -157,14 +140,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def run(
         self, program: Program, handles: list[torch.Tensor], batch: Sequence[torch.Tensor] = (), whose: str = ""
     ) -> list[torch.Tensor]:
-        """Run a program on this rank's shards. The list is donated, so that a shard is freed after its last use.
-
-        Args:
-            program: the same program on every rank.
-            handles: this rank's shards.
-            batch: the full tensors that every rank was given, if any.
-            whose: description of its other inputs, the same on every rank.
-        """
+        """Run a program on this rank's shards. The list is donated, so that a shard is freed after its last use."""
         self.agree_on(program)
         with self.turn, self.carrier.bound():
             derived = _torch.has_functorch_level(handles)
@@ -180,11 +156,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
                 return self.run_plain(program, handles)
 
     def begin(self, program: Program, batch: Sequence[torch.Tensor] = (), whose: str = "") -> None:
-        """Announce that this rank now runs a program. All ranks have already compared it.
-
-        The announcement includes a few values of the batch tensors in main memory. This takes microseconds, so every
-        step can do it.
-        """
+        """Announce that this rank now runs a program, which all ranks have compared, and values of its batch."""
         values = 0
         if self.mesh.size > 1 and not _torch.has_functorch_level(batch):
             values = sum(sample_hash(x) for x in batch if x.device.type == "cpu")
@@ -199,10 +171,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return result
 
     def replay(self, program: Program, handles: list[torch.Tensor]) -> Origin | None:
-        """Run a program op by op, and return the op that first computed a non-finite value, if any.
-
-        This is a collective: every rank calls it, and all return the same op.
-        """
+        """Run a program op by op like `run`, a collective. Return the same op on every rank."""
         self.agree_on(program)
         log = Log()
         with self.turn, self.carrier.bound():
@@ -222,7 +191,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return min((found for found in every if found is not None), key=lambda origin: origin.order, default=None)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program on full tensors, the same on every rank, and return full results."""
+        """Run a program on full tensors, the same on every rank."""
         self.agree_on(program)
         self.agree_on_inputs(program, tensors)
         with self.carrier.bound():
@@ -243,7 +212,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     # --- agreement ---
 
     def agree_on(self, program: Program) -> None:
-        """Check, before the first run of a program, that all ranks have the same program."""
         if "doing" in program.cache and program.cache.setdefault("agreed", self.carrier) is self.carrier:
             return
         mine = program.fingerprint()
@@ -275,9 +243,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         """Compare the checksums of full tensors between ranks. Inside a transform, nothing is compared.
 
         With `parts`, the specs of the tensors, ranks were given their own shards. Ranks with the same shard must agree.
-
-        Raises:
-            InputMismatchError: on every rank. It names the tensors that differ.
         """
         if not _torch.has_functorch_level(tensors):
             self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
@@ -289,19 +254,14 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def check_sums(
         self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
     ) -> None:
-        """Compare checksums, or descriptions of shapes, between ranks. The tensors may be in memory one at a time.
-
-        Raises:
-            InputMismatchError: on every rank. It names the tensors that differ.
-        """
+        """Compare checksums, or descriptions of shapes, between ranks. The tensors may be in memory one at a time."""
         if self.mesh.size == 1:
             return
         every = self.exchange((list(paths), list(sums)), "to compare inputs")
         self._require_same_paths(name, [found for found, _ in every])
         all_sums = [found for _, found in every]
-        wrong = [
-            i for i in range(len(sums)) if self._differ([found[i] for found in all_sums], parts[i] if parts else P())
-        ]
+        specs = parts or [P()] * len(sums)
+        wrong = [index for index, spec in enumerate(specs) if self._differ([found[index] for found in all_sums], spec)]
         if not wrong:
             return
         told = ", ".join(paths[index] for index in wrong[:8])
@@ -423,10 +383,7 @@ def _require_as_many(mesh: Mesh) -> None:
 
 
 def _let_go_at_exit(world: weakref.ref[Any], process: int) -> None:
-    """Destroy the process group, because gloo's threads must end before the interpreter.
-
-    After an error this is skipped: they may wait for ranks that never arrive.
-    """
+    """Destroy the process group, as gloo's threads must end first. After an error they may wait for absent ranks."""
     is_held = dist.is_initialized() and world() is dist.group.WORLD and os.getpid() == process
     if is_held and not hasattr(sys, "last_type"):
         dist.destroy_process_group()
