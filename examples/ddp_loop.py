@@ -5,6 +5,8 @@
 `prepared_loop.py` is the same script, ported to this library.
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,6 +43,7 @@ def report(number, loss):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     data = TensorDataset(torch.arange(LENGTH).add(torch.randint(WORDS, (128, 1))) % WORDS)

@@ -5,6 +5,8 @@
 It prints one line per update, where `ddp_loop.py` prints one per microbatch.
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,6 +45,7 @@ def report(number, loss):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     data = TensorDataset(torch.arange(LENGTH).add(torch.randint(WORDS, (128, 1))) % WORDS)
