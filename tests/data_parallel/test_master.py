@@ -33,7 +33,10 @@ def masters(draw: st.DrawFn, most: int = 4) -> tuple[Mesh, Any]:
 
 
 def same(found: Any, wanted: Any) -> bool:
-    return all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(wanted)))
+    leaves = (
+        [torch.as_tensor(leaf) for leaf in optree.tree_leaves(each)] for each in (found, wanted)
+    )  # 0 in `by_path`
+    return all(map(torch.equal, *leaves))
 
 
 # -----------------------------------------------------------------------------
