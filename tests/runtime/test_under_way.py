@@ -25,6 +25,8 @@ LAYERS, WIDTH = 12, 8
 class Watching:
     """Brings every rank what this one has, or a part of it, and counts what has started and not been waited for."""
 
+    rank = 0
+
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {}
         self.most: dict[str, int] = {}
