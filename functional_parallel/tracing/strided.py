@@ -127,7 +127,7 @@ class _Memory:
                     f"{self.strides} for shape {tuple(self.elements.shape)}; take it of the tensor that the memory "
                     "belongs to"
                 )
-            reach = max(reach, step * extent)
+            reach += step * (extent - 1)  # the elements of the inner dims lie below
 
     def _holds_all(self, size: Sequence[int], stride: Sequence[int]) -> bool:
         with _torch.disable_functorch(), _torch.disable_torch_function():

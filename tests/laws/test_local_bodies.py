@@ -105,8 +105,8 @@ BODIES = [
     ),
     Body(
         "own number",
-        lambda x: x * fp.axis_index("i"),
-        lambda mesh, parts: [part * mesh.axis_index(rank, "i") for rank, part in enumerate(parts)],
+        lambda x: x * (fp.axis_index("i") + 1),  # by 0 alone, on an axis of one rank, zeros would be partial sums too
+        lambda mesh, parts: [part * (mesh.axis_index(rank, "i") + 1) for rank, part in enumerate(parts)],
         if_varying("i", lambda spec: spec),
     ),
 ]

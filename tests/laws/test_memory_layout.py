@@ -358,3 +358,13 @@ def changed_windows(x: Tensor) -> Tensor:
 def test_what_needs_memory_is_refused(f: Callable[[Tensor], Tensor], message: str) -> None:
     with pytest.raises(TracingError, match=r"test_memory_layout.py:\d+: .*" + message):
         fp.compile(f, MESH, in_specs=P(), out_specs=P())(numbers(4, 4))
+
+
+def test_elements_that_only_touch_are_nested() -> None:
+    """The 49 positions of the inner dims lie below the outer step of 50, as in the gradients of a batched QR."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1).as_strided((2, 5, 2), (50, 12, 1)).as_strided((2, 3, 2), (50, 24, 1)) * 2
+
+    x = torch.arange(100.0)
+    assert torch.equal(fp.compile(f, Mesh(), in_specs=P(), out_specs=P())(x), f(x))
