@@ -22,7 +22,7 @@ from sharding_specs import Mesh, P
 from ..processes import run_on_processes
 
 PAGES = 64 << 10  # of the ends of what was taken, and of what signals and channels take
-MOST = {64: 1.2, 4096: 1.1}  # of what is predicted; results under way come on top, of which small tensors have more
+MOST = {64: 1.2, 4096: 1.03}  # of what is predicted; where tensors are small, results under way are a large part
 PLANS: dict[str, tuple[Any, Mesh]] = {
     "data": (fp.data_parallel("data"), Mesh(data=2)),
     "zero 1": (fp.zero(1, "data"), Mesh(data=2)),
@@ -64,12 +64,17 @@ def step_on_processes(rank: int, name: str, width: int, algorithm: str) -> tuple
     found = train.program.memory()
     memory = found.ranks[rank] if name == "pipeline" else found
     shared = mapped() - before
-    handles = [part for handle in state.handles for part in (handle.parts.values() if name == "pipeline" else [handle])]
-    with torch.no_grad(), tracked([handles, pieces()]) as tracker:
-        del handles
-        train(state, x)
+    peaks = []
+    for _ in range(3):  # the least counts: a thread of the backend may hold a gathered tensor after its last use
+        held = [h.parts.values() if name == "pipeline" else [h] for h in state.handles]
+        handles = [part for parts in held for part in parts]
+        del held
+        with torch.no_grad(), tracked([handles, pieces()]) as tracker:
+            del handles
+            state, _ = train(state, x)
+        peaks.append(tracker.peak)
     beside = sum(piece.untyped_storage().nbytes() for piece in pieces())
-    return memory.shared, shared, memory.peak, tracker.peak - beside
+    return memory.shared, shared, memory.peak, min(peaks) - beside
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is shared")
