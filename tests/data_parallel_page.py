@@ -17,6 +17,8 @@ import functional_parallel as fp
 from functional_parallel.program import readable_bytes
 from sharding_specs import Mesh, split
 
+from .written import with_part
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import gpt
 
@@ -121,8 +123,7 @@ def _times() -> list[str]:
 
 def with_tables(text: str) -> str:
     """Return the text of the page with its tables computed again."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.split(END)[1]}"
+    return with_part(text, BEGIN, f"\n\n{tables()}\n\n", END)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from typing import Any
 
 from functional_parallel.interop.deepspeed.schema import CHANGED, KEYS, Key
 
+from .written import with_part
+
 __all__ = ["PAGE", "with_table"]
 
 PAGE = Path(__file__).parent.parent / "docs" / "deepspeed.md"
@@ -24,7 +26,7 @@ _TITLES = {
 
 def table() -> str:
     """Return a table for each treatment. Not applicable keys of one block with the same reason share a row."""
-    parts = [BEGIN]
+    parts = [""]
     for treatment, (title, columns) in _TITLES.items():
         parts += ["", f"### {title}", "", f"| key | {columns} |", "|---|---|---|"]
         keys = [key for key in KEYS.values() if key.treatment == treatment]
@@ -33,7 +35,7 @@ def table() -> str:
             for row in [rows] if treatment == "not applicable" else [[key] for key in rows]:
                 names = ", ".join(f"`{key.path}`" if key is row[0] else f"`{_name(key)}`" for key in row)
                 parts.append(f"| {names} | {', '.join(map(_default, row))} | {text} |")
-    return "\n".join([*parts, "", END])
+    return "\n".join([*parts, "", ""])
 
 
 def _block(key: Key) -> str:
@@ -58,16 +60,8 @@ def _shown(value: Any) -> str:
 
 
 def with_table(text: str) -> str:
-    """Return a text with the table between its two marks.
-
-    Raises:
-        ValueError: if the text does not have the marks.
-    """
-    before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    if not mark:
-        raise ValueError(f"the text needs the lines {BEGIN!r} and {END!r}")
-    return before + table() + after
+    """Return the text of the page with the table written again."""
+    return with_part(text, BEGIN, table(), END)
 
 
 if __name__ == "__main__":

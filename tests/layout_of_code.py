@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from .written import with_part
+
 __all__ = [
     "LOOSE",
     "ORDER",
@@ -231,7 +233,7 @@ def picture() -> str:
     rows = [f"| `{name}` | {_first_line(name)} |" for name in reversed(shown)]
     return "\n".join(
         [
-            BEGIN,
+            "",
             "```mermaid",
             "flowchart TD",
             *arrows,
@@ -240,7 +242,7 @@ def picture() -> str:
             "| package | holds |",
             "|---|---|",
             *rows,
-            END,
+            "",
         ]
     )
 
@@ -261,16 +263,8 @@ def _first_line(name: str) -> str:
 
 
 def with_picture(text: str) -> str:
-    """Return a text with the picture between its two marks.
-
-    Raises:
-        ValueError: when the text does not have the marks.
-    """
-    before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    if not mark:
-        raise ValueError(f"the text needs the lines {BEGIN!r} and {END!r}")
-    return before + picture() + after
+    """Return a text with the picture between its two marks."""
+    return with_part(text, BEGIN, picture(), END)
 
 
 if __name__ == "__main__":

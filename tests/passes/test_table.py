@@ -13,13 +13,14 @@ from functional_parallel import passes
 from functional_parallel.passes import ProgramPass
 from functional_parallel.passes.table import PASSES, as_markdown
 
+from ..written import with_part
+
 PAGE = Path(__file__).parent.parent.parent / "docs" / "passes.md"
 BEGIN, END = "<!-- passes: from passes/table.py -->\n", "\n<!-- end of passes -->"
 
 
 def page() -> str:
-    text = PAGE.read_text()
-    return f"{text.partition(BEGIN)[0]}{BEGIN}{as_markdown()}{END}{text.partition(END.strip())[2]}"
+    return with_part(PAGE.read_text(), BEGIN, as_markdown(), END)
 
 
 def test_every_pass_is_in_the_table() -> None:
