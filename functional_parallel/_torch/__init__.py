@@ -38,6 +38,7 @@ from .ops import (
     stride_free,
     under_transforms,
 )
+from .optimizers import has_step_hooks
 from .threads import of_thread, pushed
 from .transforms import (
     TorchDispatchMode,
@@ -93,6 +94,7 @@ __all__ = [
     "has_derivative",
     "has_functorch_level",
     "has_fused_adamw",
+    "has_step_hooks",
     "is_above_autograd",
     "is_all_true",
     "is_composite",

@@ -110,8 +110,7 @@ class PreparedStep:
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
         """Train on one batch. Return the loss before the update, detached."""
         self.state, self.metrics = self.train(self.state, *batch, **named)
-        value: torch.Tensor = self.metrics.loss
-        return value
+        return self.metrics.loss
 
     def module(self) -> nn.Module:
         """Write the current parameters into the module, on every process, and return it."""
@@ -166,7 +165,7 @@ def _require_fixed_buffers(module: nn.Module) -> None:
     changing = [
         path or "the module"
         for path, each in module.named_modules()
-        if each.training and isinstance(each, nn.modules.batchnorm._NormBase) and each.running_mean is not None
+        if each.training and getattr(each, "running_mean", None) is not None
     ]
     if changing:
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .. import optim
+from .. import _torch, optim
 from ..optim import Optimizer, PathSet, Schedule
 
 __all__ = ["translated"]
@@ -75,7 +75,7 @@ def _require_fresh(optimizer: torch.optim.Optimizer) -> None:
             "prepare: the optimizer has made steps, and its state would be lost: prepare it before the first step, and "
             "continue a run by step.train.load"
         )
-    if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
+    if _torch.has_step_hooks(optimizer):
         raise ValueError(
             "prepare: the optimizer has step hooks, Python functions that a compiled step cannot call. Remove them, or "
             "call them in the loop"

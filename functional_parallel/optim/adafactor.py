@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sharding_specs import P, broadcast_specs, tree_paths
 
-from ..collectives import axis_size, psum
+from ..collectives import axis_size
 from ..functions import PyTree, SpecTree, explain_keywords
 from ..quantities import is_number
 from .decay import Decay, decay_rates
@@ -171,13 +171,12 @@ def _second_moment(square: Square, g: Tensor, weight: Tensor, spec: P, floor: fl
 
 def _mean(x: Tensor, dim: int, spec: P) -> Tensor:
     axes = [*spec.dim_axes(), *[()] * x.ndim][x.ndim + dim]
-    total = x.sum(dim, keepdim=True)
-    return (psum(total, axes) if axes else total) / _lengths(x, spec)[dim]
+    return sum_over_shards(x.sum(dim, keepdim=True), axes) / _lengths(x, spec)[dim]
 
 
 def _root_mean_square(x: Tensor, spec: P) -> Tensor:
     wide = x if x.dtype.itemsize >= 4 else x.float()
-    return (sum_over_shards((wide * wide).sum(), spec) / math.prod(_lengths(x, spec))).sqrt()
+    return (sum_over_shards((wide * wide).sum(), sorted(spec.axes)) / math.prod(_lengths(x, spec))).sqrt()
 
 
 def _lengths(x: Tensor, spec: P) -> list[int]:

@@ -93,7 +93,8 @@ class _ByPath:
         optimizers = self.trained.values()
         is_known = all(is_known_elementwise(each.update) for each in optimizers)
         skips = all(skips_untrained(each.update) for each in optimizers)
-        update = partial(self.update)  # an object that can be marked
+        update = partial(self.update)  # an object that can be marked, and named for its print
+        update.__qualname__ = "by_path"  # type: ignore[attr-defined]
         if is_known or skips:
             (mark_elementwise if is_known else skipping)(update)
         own_specs = any(each.specs for each in optimizers)

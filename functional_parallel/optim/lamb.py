@@ -90,7 +90,7 @@ def lamb(
             first, second = (bias.to(p.dtype) for bias in unbiased)
             u = m / first / ((v / second).sqrt() + eps) + constant[0] * p
             squares = torch.stack([(x * x).sum(dtype=_wide(x)) for x in (p, u)])
-            of_p, of_u = sum_over_shards(squares, constant[1]).sqrt()
+            of_p, of_u = sum_over_shards(squares, sorted(constant[1].axes)).sqrt()
             ratio = torch.where((of_p > 0) & (of_u > 0), (of_p / of_u).clamp(low, high), 1.0)
             return p - (rate * ratio).to(p.dtype) * u, m, v
 

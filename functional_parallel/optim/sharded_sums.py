@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor
 
 from sharding_specs import P
@@ -24,7 +26,6 @@ def known_specs(optimizer: str, needs: str, specs: SpecTree) -> SpecTree:
     return P() if specs is None else specs
 
 
-def sum_over_shards(total: Tensor, spec: P) -> Tensor:
-    """Return the sum of a rank's total over all shards of a parameter."""
-    axes = tuple(sorted(spec.axes))
-    return psum(total, axes) if axes else total
+def sum_over_shards(total: Tensor, axes: Collection[str]) -> Tensor:
+    """Return the sum of a rank's total over all shards along some axes, in their order."""
+    return psum(total, tuple(axes)) if axes else total
