@@ -67,7 +67,7 @@ class PassRecorder:
         self.moments.setdefault(program.name, []).append((name, snapshot, str(program) if self.with_text else ""))
 
     def table(self, name: str, mesh: str, notes: tuple[str, ...]) -> PassTable:
-        """Return a row for each pass; of programs cut out of another, only for passes that changed something."""
+        """Return one row per pass. For a program cut out of another, only passes that changed it have a row."""
         rows = []
         for index, (program, moments) in enumerate(self.moments.items()):
             pairs = itertools.pairwise(moments)
