@@ -111,8 +111,7 @@ def on_replicas(
             done, shown = _Exchange(params, new, replicas.outer), Metrics(None, None)  # type: ignore[arg-type]  # without exchange
         replica, optimizer = optree.tree_map(_as_row, (done.replica, optimizer))
         after = (done.params, ReplicaState(replica, optimizer, done.outer, loss, steps)), shown
-        shown_specs = Metrics(*(None if each is None else P(owner=owners_of(layout)) for each in shown))  # type: ignore[arg-type]
-        return after, (specs, shown_specs)
+        return after, (specs, optree.tree_map(lambda _: P(owner=owners_of(layout)), shown))
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         (params, _), batch, _ = args
