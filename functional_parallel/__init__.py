@@ -6,7 +6,7 @@ program that shows all its collectives.
 
 from sharding_specs import keep_as_leaves as _keep_as_leaves
 
-from . import asynchronous, errors, interop, optim, random, schedules, testing
+from . import asynchronous, checkpoint, errors, interop, optim, random, schedules, testing
 from .collectives import (
     all_gather,
     all_to_all,
@@ -125,6 +125,7 @@ __all__ = [
     "axis_size",
     "broadcast",
     "chain",
+    "checkpoint",
     "compile",
     "constrain",
     "data_parallel",

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 from sharding_specs.pytree import SpecTree, Tree
 
-from .errors import LaunchError, OrderError, PipelineError, ScheduleError
+from . import checkpoint
+from .errors import CheckpointError, LaunchError, OrderError, PipelineError, ScheduleError
 from .planning import CONVENTIONS, estimate
 from .program import HARDWARE, Program, readable_bytes
 from .runtime import launch_of_environment
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         print(chosen.run(chosen))
-    except (UsageError, MeshError, SpecError, ScheduleError, PipelineError, OrderError) as error:
+    except (UsageError, MeshError, SpecError, ScheduleError, PipelineError, OrderError, CheckpointError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -91,6 +92,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.set_defaults(run=_memory)
 
+    saved = commands.add_parser("checkpoint", help="what a checkpoint has; verify it, compare it, or consolidate it")
+    saved.add_argument("path", metavar="PATH", help="folder of a run's checkpoints, or of one checkpoint")
+    saved.add_argument("--step", type=int, help="step of the checkpoint; by default the newest")
+    saved.add_argument("--verify", action="store_true", help="read every byte and compare the checksums")
+    saved.add_argument("--diff", metavar="PATH", help="list the leaves that differ from those of another one")
+    saved.add_argument("--consolidate", metavar="FOLDER", help="write full tensors to one safetensors file")
+    saved.set_defaults(run=_checkpoint)
+
     schedule = commands.add_parser("schedule", help="a pipeline schedule: its timeline, bubble and peak memory")
     command.add_options(schedule)
     schedule.set_defaults(run=command.run)
@@ -100,6 +109,17 @@ def _parser() -> argparse.ArgumentParser:
         looks.add_argument("--mesh", required=True, help="axes and sizes: data=2,tensor=4")
         looks.epilog, looks.formatter_class = _TARGETS, argparse.RawDescriptionHelpFormatter
     return parser
+
+
+def _checkpoint(chosen: argparse.Namespace) -> str:
+    if chosen.consolidate is not None:
+        return "\n".join(map(str, checkpoint.consolidate(chosen.path, chosen.consolidate)))
+    found = checkpoint.inspect(chosen.path, chosen.step)
+    if chosen.diff is not None:
+        return "\n".join(found.differences(checkpoint.inspect(chosen.diff))) or "no leaf differs"
+    if chosen.verify:
+        found.verify()
+    return f"{found}\n{'every byte is as it was written' if chosen.verify else ''}".rstrip()
 
 
 def _doctor(_: argparse.Namespace) -> str:

@@ -11,10 +11,12 @@ __all__ = [
     "BackendError",
     "BudgetError",
     "CallMismatchError",
+    "CheckpointError",
     "CollectiveError",
     "CollectiveShapeError",
     "CollectiveTypeError",
     "CustomFunctionError",
+    "DamagedCheckpointError",
     "DonatedStateError",
     "Error",
     "FalseRuleError",
@@ -218,3 +220,11 @@ class FalseRuleError(NotEquivalentError):
 
 class UncheckedRuleError(Error, ValueError):
     """Raised for a sharding rule with a factor that no sample can split."""
+
+
+class CheckpointError(Error, RuntimeError):
+    """Raised for a checkpoint that cannot be written, or that is damaged, incomplete or of another model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Raised for a checkpoint with a file that is missing, changed or cut, or that does not fit the others."""

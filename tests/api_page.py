@@ -32,6 +32,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 MODULES: dict[str, ModuleType] = {
     "fp": fp,
     "fp.asynchronous": fp.asynchronous,
+    "fp.checkpoint": fp.checkpoint,
     "fp.optim": fp.optim,
     "fp.optim.schedules": fp.optim.schedules,
     "fp.deepspeed": fp.deepspeed,
@@ -46,7 +47,17 @@ MODULES: dict[str, ModuleType] = {
 
 # Names of `functional_parallel.__all__` by section, in the order of the page. Errors are in the section of fp.errors.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Modules": ("asynchronous", "deepspeed", "errors", "interop", "optim", "random", "schedules", "testing"),
+    "Modules": (
+        "asynchronous",
+        "checkpoint",
+        "deepspeed",
+        "errors",
+        "interop",
+        "optim",
+        "random",
+        "schedules",
+        "testing",
+    ),
     "Transforms": (
         "chain",
         "data_parallel",
@@ -121,6 +132,9 @@ RETURNED = {
     "AsyncMetrics",
     "AsyncState",
     "AsyncStep",
+    "Checkpoint",
+    "LeafInfo",
+    "SavePlan",
     "Compiled",
     "Config",
     "PreparedStep",
@@ -148,7 +162,10 @@ METHODS: dict[str, tuple[str, str, type, tuple[str, ...]]] = {
         "`train = fp.train_step(…)` returns a training step.",
         "train",
         TrainStep,
-        ("init", "__call__", "params", "whole", "load", "copy", "check", "lower", "explain", "replay", "compile"),
+        (
+            *("init", "__call__", "params", "save", "restore", "begin_save", "whole", "load", "copy", "check", "lower"),
+            *("explain", "replay", "compile"),
+        ),
     ),
     "Methods of a prepared step": (
         "`step = fp.prepare(…)` returns a training step for a loop of torch.",

@@ -56,6 +56,7 @@ ORDER = [
     "transforms",
     "runtime",
     "data",
+    "checkpoint",
     "lowering",
     "compile",
     "training",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import optree
@@ -62,8 +63,8 @@ class Stacks:
             )
         return True
 
-    def restack(self, params: PyTree) -> PyTree:
-        """Return the tree with its stacks as tensors."""
+    def restack(self, params: PyTree, join: Callable[[list[Any]], Any] | None = None) -> PyTree:
+        """Return the tree with its stacks as tensors. `join` returns a stack of layers; by default a tensor."""
         known = self._known.get(optree.tree_structure(params))
         if known is None:
             return params
@@ -71,7 +72,9 @@ class Stacks:
         rest = iter(optree.tree_leaves(params))
         leaves = []
         for index in range(tree.num_leaves):
-            leaves.append(_stack([next(rest) for _ in range(lengths[index])]) if index in lengths else next(rest))
+            leaves.append(
+                (join or _stack)([next(rest) for _ in range(lengths[index])]) if index in lengths else next(rest)
+            )
         return tree.unflatten(leaves)
 
     def stacked_shapes(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
@@ -79,9 +82,10 @@ class Stacks:
         like = optree.tree_map(without_memory, self.unstack(args[0]))
         return (self.restack(like), *args[1:])
 
-    def restack_all(self, value: PyTree) -> PyTree:
+    def restack_all(self, value: PyTree, join: Callable[[list[Any]], Any] | None = None) -> PyTree:
         """Restack every subtree of `value` with the structure of unstacked parameters."""
-        return optree.tree_map(self.restack, value, is_leaf=lambda x: optree.tree_structure(x) in self._known)
+        restack = partial(self.restack, join=join)
+        return optree.tree_map(restack, value, is_leaf=lambda x: optree.tree_structure(x) in self._known)
 
     def unstack_like(self, value: PyTree, params: PyTree) -> PyTree:
         """Unstack every subtree of `value` with the structure and shapes of the stacked parameters `params`.

@@ -4,7 +4,7 @@ from .calls import note_step, rank_name
 from .default import default_runtime, is_main_rank, rank, use_runtime, world_size
 from .execution import Origin, check_backend
 from .handles import PipelineValue, copy_if_aliased, runtime_kind_of, storages
-from .interface import Executor, Runtime
+from .interface import Executor, Runtime, Where
 from .launch import launch
 from .launchers import launch_of_environment
 from .of_function import refuse_asynchronous, runtime_of
@@ -22,6 +22,7 @@ __all__ = [
     "ProcessRuntime",
     "Runtime",
     "SimulatedRuntime",
+    "Where",
     "check_backend",
     "copy_if_aliased",
     "default_runtime",

@@ -8,10 +8,11 @@ with the pipelines, which drive it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from sharding_specs import Mesh, P
 
@@ -19,23 +20,39 @@ from ..collectives import Communicator
 from ..pipelines import Executor
 from .execution import Origin
 
-__all__ = ["Communicator", "Executor", "Runtime"]
+__all__ = ["Communicator", "Executor", "Runtime", "Where"]
 
 Handle = TypeVar("Handle")  # a sharded value, as the runtime holds it
 Runnable = TypeVar("Runnable")  # the kind of program that it runs
 Value = TypeVar("Value")
+Where = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Runtime(ABC, Generic[Handle, Runnable]):
     """Base class of runtimes."""
 
     mesh: Mesh
+    algorithm: str = ""  # of sums, for comparison with another run
     holders: str  # the kind of ranks that hold values, for messages
 
     @property
     def calls(self) -> int:
         """Number of calls that this rank has made with the others."""
         return 0
+
+    @property
+    def own_ranks(self) -> Sequence[int]:
+        """Ranks of the mesh in this process."""
+        return self.mesh.ranks
+
+    @property
+    def store(self) -> dist.Store | None:
+        """Store that all processes reach; None if there is none."""
+        return None
+
+    def missing(self) -> str:
+        """Return text on a process that died; empty if none did."""
+        return ""
 
     # --- values ---
 
@@ -50,6 +67,21 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     @abstractmethod
     def whole(self, handle: Handle, spec: P, whose: str = "") -> torch.Tensor:
         """Return the full tensor of a handle. `whose` describes the value in messages."""
+
+    @abstractmethod
+    def shard_of(self, handle: Handle, spec: P, rank: int) -> torch.Tensor:
+        """Return the shard of a rank of this process."""
+
+    @abstractmethod
+    def assemble(self, spec: P, where: Where, shard: Callable[[int], torch.Tensor]) -> Handle:
+        """Return the handle of a value from the shards of ranks of this process.
+
+        `shard` returns the shard of a rank. For a rank that does not hold the value it has no memory.
+        """
+
+    def where(self, handle: Handle) -> Where:
+        """Return the indices of the ranks that hold a value, by axis. Along other axes all ranks hold it."""
+        return ()
 
     @abstractmethod
     def like(self, handle: Handle, spec: P) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ..ir import hollow, operands_of, primitive_name
 from ..program import Program, mutated_operands
 from .classes import Jobs, RankClasses
 from .execution import Log, Origin, Recorded, Writer, with_regions
-from .interface import Runtime
+from .interface import Runtime, Where
 
 __all__ = ["SimulatedRuntime", "SimulatedValue"]
 
@@ -55,6 +55,13 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
     def whole(self, handle: SimulatedValue, spec: P, whose: str = "") -> torch.Tensor:
         axes = self.classes.of_spec(spec)
         return unshard_leaf([handle[self.classes.index(rank, axes)] for rank in self.mesh.ranks], spec, self.mesh)
+
+    def shard_of(self, handle: SimulatedValue, spec: P, rank: int) -> torch.Tensor:
+        return handle[self.classes.index(rank, self.classes.of_spec(spec))]
+
+    def assemble(self, spec: P, where: Where, shard: Callable[[int], torch.Tensor]) -> SimulatedValue:
+        ranks = self.classes.representatives(self.classes.of_spec(spec))
+        return [shard(self.mesh.rank({**self.mesh.coordinates(rank), **spec.owner})) for rank in ranks]
 
     def like(self, handle: SimulatedValue, spec: P) -> torch.Tensor:
         result: torch.Tensor = hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))

@@ -83,6 +83,10 @@ class StateLayout:
                 return f"{path or 'the parameter'} is {mine} in it, {theirs} in the step's"
         return "its parameters are put into other vectors for the update"
 
+    def path(self, index: int) -> str:
+        """Return the path of a leaf, for messages."""
+        return self._paths()[index] or "the parameter"
+
     def _paths(self) -> list[str]:
         params, state = self.trees(list(self.specs))
         return [*tree_paths(params), *(f"optimizer state, {path}" for path in tree_paths(state))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -17,7 +18,7 @@ from .. import _torch
 from ..data import check_same_call
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
 from ..ir import TensorSignature, leaf_signature, without_memory
-from ..optim import Optimizer
+from ..optim import Optimizer, tree_map_params
 from ..pipelines import PipelineProgram, stacks_of
 from ..requests import ReplicaState, StateRequest, converted_state, split_state, state_requests, with_leaves
 from ..runtime import Runtime, copy_if_aliased, runtime_kind_of, runtime_of, storages
@@ -38,7 +39,7 @@ T = TypeVar("T")
 Made = Iterable[tuple[int, Any]]  # (index, leaf) pairs, in any order
 
 
-class StateManager:
+class StateManager(ABC):
     """Creates states from parameters or from a checkpoint, and reads them. The plan has transformed the loss `f`."""
 
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
@@ -52,6 +53,15 @@ class StateManager:
         self._forms: dict[Any, StateLayout] = {}
         self._known: set[StateLayout] = set()
         self._latest: dict[StateLayout, Any] = {}  # programs
+        self.batch_signature: Any = None  # shapes of the last batch, as JSON
+
+    @abstractmethod
+    def lower_for(self, form: StateLayout, batch: tuple[PyTree, ...], held: tuple[PyTree, PyTree]) -> Any:
+        """Return the program of a step for a state layout and a batch. Of all tensors only the shapes matter."""
+
+    def runtime(self) -> Runtime[Any, Any]:
+        """Return the runtime of the step."""
+        return runtime_of(self.mesh, self.f, self.options.reduction)
 
     def init(self, params: PyTree) -> TrainState:
         """Shard parameters and create the optimizer's state, leaf by leaf.
@@ -104,11 +114,11 @@ class StateManager:
         require_parameters(params, "train_step.init")
         held, state = self.begun(params)
         require_values(held, state)
-        return self._place(held, state)
+        return self.place(held, state)
 
     def _compared(self, name: str, form: StateLayout, leaves: list[Any], made: Made) -> TrainState:
         """Shard each leaf when it is made, check that the parameters are equal on all ranks, and return the state."""
-        runtime = runtime_of(self.mesh, self.f, self.options.reduction)
+        runtime = self.runtime()
         count = form.params.num_leaves
         params = {index: leaf for index, leaf in enumerate(leaves[:count]) if isinstance(leaf, torch.Tensor)}
         every = tree_paths(form.params.unflatten(range(count)))
@@ -151,13 +161,13 @@ class StateManager:
         require_state_of(expected, optimizer_state)
         given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
         loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
-        runtime = runtime_of(self.mesh, self.f, self.options.reduction)
+        runtime = self.runtime()
         check_same(runtime, "train_step.load", loaded)
         if stacks is not None:
             params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
         with disable_ambient_modes():
             require_values(params, optimizer_state)
-            form, leaves = self._place(params, optimizer_state)
+            form, leaves = self.place(params, optimizer_state)
             held = self._held(form, enumerate(leaves), given)
         return TrainState(done, held, form, f", of the state that call {runtime.calls} made")
 
@@ -184,14 +194,14 @@ class StateManager:
 
     def _sharding(self, form: StateLayout) -> Callable[[int, torch.Tensor], Any]:
         """Return a function that shards a leaf. With a lowered pipeline, only ranks with stages that read it get it."""
-        runtime, program = runtime_of(self.mesh, self.f, self.options.reduction), self._latest.get(form)
+        runtime, program = self.runtime(), self._latest.get(form)
         if not isinstance(program, PipelineProgram) or program.schedule.versions is not None:
             return lambda index, leaf: runtime.shard(leaf, form.specs[index])
         are_tensors = (isinstance(look, TensorSignature) for look in form.looks)
         numbers = list(accumulate(are_tensors))  # 1-based indices of the tensors
         return lambda index, leaf: runtime.shard_for(program, numbers[index] - 1, leaf, form.specs[index])
 
-    def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[StateLayout, list[Any]]:
+    def place(self, params: PyTree, optimizer_state: PyTree) -> tuple[StateLayout, list[Any]]:
         """Return the layout of a state, and the leaves of parameters and packed state as full tensors."""
         with _torch.disable_modes():  # `defer_init` may be recording; its mode needs data that traces lack
             places = self.places(params)
@@ -264,15 +274,43 @@ class StateManager:
             else copy_if_aliased(runtime.whole(handle, spec, state.whose), storages(handle))
             for handle, spec in zip(state.handles, form.specs, strict=True)
         ]
+        params, state, added = self.full(form, leaves)
+        rows = [(each, added[type(each).__name__]) for each in self.requests if type(each).__name__ in added]
+        return params, with_leaves(state, *zip(*rows, strict=True)) if rows else state
+
+    def full(
+        self,
+        form: StateLayout,
+        leaves: list[Any],
+        of_vector: Callable[[Any, int], Any] | None = None,
+        join: Callable[[list[Any]], Any] | None = None,
+    ) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
+        """Return the user's parameters, the optimizer's state, and the saved leaves of each request by its name.
+
+        Args:
+            form, leaves: layout of a state, and its leaves as full tensors.
+            of_vector: returns the parameter of an index from the vector that has it; None if the vectors have values.
+            join: returns a stack from its layers; None if they have values.
+        """
         params, packed = form.trees(leaves)
         if self.replicas is not None:
-            return params, packed
-        state, added = split_state(form.places.unpacked_state(packed), self.requests)
+            return params, packed, {}
+        places = form.places
+        if of_vector is None:
+            packed = places.unpacked_state(packed)
+        else:
+            spread = partial(places.packing.spread, of=of_vector)
+            packed = tree_map_params(spread, packed, places.packing.structure)
+        state, added = split_state(packed, self.requests)
         for each, held in zip(self.requests, added, strict=True):
             params = each.full(params, held)
-        rows = [(each, held) for each, held in zip(self.requests, added, strict=True) if each.saved]
-        found = params, with_leaves(state, *zip(*rows, strict=True)) if rows else state
-        return found if self.stacks is None else self.stacks.restack_all(found)
+        saved = {
+            type(each).__name__: held
+            for each, held in zip(self.requests, added, strict=True)
+            if each.saved and each.tree is not None
+        }
+        found = params, state, saved
+        return found if self.stacks is None else self.stacks.restack_all(found, join)
 
     def check(self, state: TrainState) -> None:
         """Check that gradients have not overflowed at the lowest loss scale. A loop may call it every few steps.
@@ -302,7 +340,7 @@ class StateManager:
 
     def runtime_for(self, state: TrainState) -> Runtime[Any, Any]:
         """Return the runtime of the step, after a check that it holds this state."""
-        runtime = runtime_of(self.mesh, self.f, self.options.reduction)
+        runtime = self.runtime()
         handle = next((each for each in state.handles if not isinstance(each, StaticLeaf)), None)
         if handle is not None and runtime_kind_of(handle) != runtime.holders:
             raise ValueError(
@@ -323,7 +361,7 @@ class StateManager:
 
     def shapes(self, form: StateLayout, state: TrainState) -> tuple[PyTree, PyTree]:
         """Return parameters and optimizer state as the step holds them, without values."""
-        like = runtime_of(self.mesh, self.f, self.options.reduction).like
+        like = self.runtime().like
         held = zip(state.handles, form.specs, strict=True)
         leaves = [handle.value if isinstance(handle, StaticLeaf) else like(handle, spec) for handle, spec in held]
         return form.trees(leaves)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -13,6 +15,7 @@ import torch
 from sharding_specs import Mesh
 
 from .. import random
+from ..checkpoint import Save, tree_to_json
 from ..functions import LocalFunction, PyTree, SpecTree, explain_keywords
 from ..ir import leaf_signature
 from ..lowering import ArgumentPaths, Lowered, lower
@@ -25,6 +28,7 @@ from ..runtime import Origin, check_backend, note_step
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
 from .batches import tensors_of
+from .checkpoints import RestoreOptions, restore_state, save_state
 from .finite import require_finite, require_finite_inputs
 from .local_step import LocalTrainStep, Metrics
 from .on_state import StateFunction
@@ -266,10 +270,107 @@ class TrainStep(StateManager):
         batch = self.batches.by_place(batch, named)
         if isinstance(state, TrainState):
             return self._lower(self.known_form(state), state, batch).program
-        form, leaves = self._place(*self.begun(state))
+        form, leaves = self.place(*self.begun(state))
         return self._lowered_for(form, batch, lambda: form.trees(leaves), self.replicas is not None).program
 
+    # --- checkpoints ---
+
+    def save(self, state: TrainState, path: str | Path, *, data: Any = None, extra: Any = None) -> None:
+        """Save a state as a checkpoint of its step. It returns when the checkpoint is safe on the disk.
+
+        Each rank writes what it holds, and ranks with equal shards share the work. Every process must call it.
+
+        >>> import tempfile, torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> def loss(w, x):
+        ...     return ((x @ w - 1) ** 2).mean()
+        >>> folder = tempfile.mkdtemp()
+        >>> train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(data=2), fp.zero(3, "data"))
+        >>> state, metrics = train(train.init(torch.zeros(2)), torch.eye(2))
+        >>> train.save(state, folder, extra={"loss": 1.0})
+        >>> wider = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(data=4), fp.zero(1, "data"))
+        >>> again = wider.restore(folder)
+        >>> again.step, torch.equal(wider.params(again), train.params(state))
+        (1, True)
+
+        Args:
+            state: the state.
+            path: folder of the run's checkpoints, which all hosts share. It is created. Each checkpoint is a folder in
+                it, such as `step_00000100`.
+            data: the `fp.Position` that `sampler.run` returned with the last batch, or a loader with `state_dict` and
+                `load_state_dict`.
+            extra: what else to save; JSON.
+
+        Raises:
+            CheckpointError: on every process, if a process could not write its part, or another run writes there. The
+                state is unchanged, so training can go on.
+            TypeError: if `data` or `extra` cannot be saved.
+        """
+        save = self.begin_save(state, path, data=data, extra=extra)
+        save.run()
+        save.wait()
+
+    def begin_save(
+        self,
+        state: TrainState,
+        path: str | Path,
+        *,
+        data: Any = None,
+        extra: Any = None,
+        keep: int | None = None,
+        later: bool = False,
+    ) -> Save:
+        """Begin a save for a caller that decides when it is written, as `fp.checkpoint.Saver` does.
+
+        Args:
+            state, path, data, extra: as for `save`.
+            keep: number of checkpoints to keep.
+            later: whether to copy what this process writes to main memory now. Without it, the state must not be
+                donated before the save has run.
+
+        Returns:
+            The save. `run` writes it, in this thread or another one. Then `wait` raises what went wrong.
+        """
+        return save_state(self, state, path, data=data, extra=extra, keep=keep, later=later)
+
+    def restore(
+        self,
+        path: str | Path,
+        *,
+        step: int | None = None,
+        like: PyTree | Callable[[], PyTree] | None = None,
+        data: Any = None,
+        rename: Mapping[str, str] = MappingProxyType({}),
+        partial: bool = False,
+        cast: bool = False,
+        fallback: bool = False,
+    ) -> TrainState:
+        """Restore a state from a checkpoint onto this step's mesh and plan, with all checksums verified.
+
+        Each rank reads what it will hold. Every process must call it.
+
+        Args:
+            path: folder of the run's checkpoints, or of one checkpoint.
+            step: step of the checkpoint. By default the newest one is taken.
+            like: parameters of the same structure, or a function that makes them. It is needed if the parameters are in
+                containers other than dicts with text as keys, lists and tuples, and with `partial`.
+            data: a loader whose `load_state_dict` gets the position of this process.
+            rename: new names of leaves by their names in the checkpoint, as `inspect` lists them without "params/".
+            partial: whether to restore only leaves that both have. Others get the values of `like`.
+            cast: whether leaves may have another dtype in the checkpoint.
+            fallback: whether to take an older checkpoint, with a warning, if the newest one is damaged.
+
+        Raises:
+            CheckpointError: if there is no checkpoint, or its leaves are not those of this step.
+            DamagedCheckpointError: if a file is missing, changed or cut. The message names it.
+        """
+        options = RestoreOptions(step, like, data, rename, partial, cast, fallback)
+        return restore_state(self, Path(path), options)
+
     # --- the program ---
+
+    def lower_for(self, form: StateLayout, batch: tuple[PyTree, ...], held: tuple[PyTree, PyTree]) -> Any:
+        return self._lowered_for(form, batch, lambda: held, self.replicas is not None).program
 
     def _lower(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
         exchanges = self.replicas is not None and (state.step + 1) % self.replicas.inner == 0
@@ -280,6 +381,7 @@ class TrainStep(StateManager):
     ) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
         key = (tree, tuple(map(leaf_signature, leaves)))
+        self.batch_signature = tree_to_json(batch, _signature)
         programs = self._lowered.setdefault((form, exchanges), ProgramCache("train_step", below=3))
         lowered = programs.get(key, lambda: self._trace(form, shapes(), batch, exchanges))
         self.program = self._latest[form] = lowered.program
@@ -307,3 +409,11 @@ class TrainStep(StateManager):
         places = form.places
         specs = (places.kept, state_specs)
         return on_replicas(self.replicas, self.f.layout, partial(step.on, places), specs, exchanges)
+
+
+def _signature(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        if leaf is None or isinstance(leaf, (bool, int, float, str)):
+            return leaf
+        raise TypeError("no JSON has it")
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}

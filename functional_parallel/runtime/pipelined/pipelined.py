@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from sharding_specs import Mesh, P, local_shape, whole_shape
@@ -28,7 +29,7 @@ from ...schedules import Action, Event, replay
 from ..calls import READS
 from ..execution import Log, Origin
 from ..handles import Part, PipelineValue, copy_if_aliased
-from ..interface import Executor, Runtime
+from ..interface import Executor, Runtime, Where
 from ..processes import ProcessCommunicator
 from .point_to_point import PointToPoint
 
@@ -45,7 +46,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         self.mesh: Mesh = base.mesh
         self.size = self.mesh.axis_size(axis)
         self.carrier: ProcessCommunicator | None = None if alone else getattr(base, "carrier", None)
-        self.holders = base.holders
+        self.holders, self.algorithm = base.holders, base.algorithm
         own = None if self.carrier is None else self.mesh.coordinates(base.rank)[axis]
         self.ranks = tuple(range(self.size)) if own is None else (own,)
 
@@ -98,6 +99,41 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
             mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
         assert isinstance(mine, torch.Tensor)
         return self.carrier.pbroadcast(mine, (self.axis,), source)
+
+    @property
+    def own_ranks(self) -> Sequence[int]:
+        ranks: Sequence[int] = self.base.own_ranks
+        return ranks
+
+    @property
+    def store(self) -> dist.Store | None:
+        store: dist.Store | None = self.base.store
+        return store
+
+    def missing(self) -> str:
+        return str(self.base.missing())
+
+    def where(self, placed: PipelineValue) -> Where:
+        return () if placed.holders is None else ((self.axis, tuple(sorted(placed.holders))),)
+
+    def shard_of(self, placed: PipelineValue, spec: P, rank: int) -> torch.Tensor:
+        part: torch.Tensor = self.base.shard_of(placed.parts[self.mesh.coordinates(rank)[self.axis]], spec, rank)
+        return part
+
+    def assemble(self, spec: P, where: Where, shard: Callable[[int], torch.Tensor]) -> PipelineValue:
+        holders = dict(where).get(self.axis)
+        here = [rank for rank in self.ranks if holders is None or rank in holders]
+        shards: list[torch.Tensor] = []
+
+        def seen(rank: int) -> torch.Tensor:  # simulated ranks of the pipeline share the shards of the first holder
+            if holders is not None and self.carrier is None:
+                rank = self.mesh.rank({**self.mesh.coordinates(rank), self.axis: holders[0]})
+            shards.append(shard(rank))
+            return shards[-1]
+
+        base = self.base.assemble(spec, (), seen)
+        aval = Aval(tuple(shards[0].shape), shards[0].dtype, shards[0].device)
+        return PipelineValue(dict.fromkeys(here, base), None if holders is None else frozenset(holders), aval)
 
     def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
         result: torch.Tensor = hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))

@@ -30,7 +30,7 @@ from ...program import Program, has_owner
 from ...rules import REPLICATED, Shard, convert
 from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names, waiting
 from ..execution import Log, Origin
-from ..interface import Runtime
+from ..interface import Runtime, Where
 from ..launchers import launch_of_environment
 from ..mpi import MPI_BACKENDS, chosen_backend, start_mpi
 from ..watch import Watch, launched_store, recorded, watch_processes
@@ -66,6 +66,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         try:
             with waiting(wait):
                 self.carrier = ProcessCommunicator(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
+                self.algorithm = self.carrier.algorithm
                 self.rank, self._meeting = self.carrier.rank, ControlGroup(mesh, limit, self.carrier.doing, self.turn)
         except CollectiveError:
             raise
@@ -82,6 +83,17 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def algorithms(self, *axes: str) -> str:
         """Return a table of the algorithms, with reasons, for collectives over these axes. All ranks must call this."""
         return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
+
+    @property
+    def own_ranks(self) -> Sequence[int]:
+        return (self.rank,)
+
+    @property
+    def store(self) -> dist.Store | None:
+        return _torch.store_of_all_ranks()
+
+    def missing(self) -> str:
+        return "; ".join(f"{rank_name(self.mesh, rank)} {how}" for rank, how in CURRENT.gone.items())
 
     @property
     def calls(self) -> int:
@@ -125,6 +137,13 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         for dim, size in spec.padded.items():
             handle = handle.narrow(dim, 0, size)
         return handle
+
+    def shard_of(self, handle: torch.Tensor, spec: P, rank: int) -> torch.Tensor:
+        return handle
+
+    def assemble(self, spec: P, where: Where, shard: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        made = shard(self.rank)
+        return made if made.is_meta else made.to(self.device)
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
         like = torch.empty((), dtype=handle.dtype, device=self.device) if handle.is_meta else handle

@@ -1,6 +1,6 @@
 """Optimizer's update of shards: its layouts, the check that it is elementwise, and the flat vector."""
 
-from .flat import require_elementwise
+from .flat import FlatPacking, require_elementwise
 from .replicated_state import warn_of_replicated_state
 from .returned import require_same_structure
 from .step_layout import StepLayout, find_step_layout
@@ -15,6 +15,7 @@ from .update_layout import (
 )
 
 __all__ = [
+    "FlatPacking",
     "StepLayout",
     "as_trained",
     "at_rest",

@@ -56,6 +56,10 @@ class NoPacking:
 
     unpack = pack_whole = unpack_whole = pack
 
+    def spread(self, packed: PyTree, of: Callable[[Any, int], Any]) -> PyTree:
+        """Return the tree: no leaf is in a vector."""
+        return packed
+
     def masks(self, flags: Sequence[bool]) -> PyTree:
         """Arrange one flag per leaf in the tree of the parameters."""
         return self.structure.unflatten(flags)
@@ -214,15 +218,23 @@ class FlatPacking:
     def _apart(self, args: tuple[PyTree, ...], of: Callable[[Any, int], Any]) -> tuple[PyTree, ...]:
         """Unpack gradients, state and parameters, with `of(vector, index)` for each leaf that is in a vector."""
 
-        def spread(packed: FlatBuffers) -> PyTree:
-            leaves = [packed.rest[self.rest.index(i)] if i in self.rest else None for i in range(self.tree.num_leaves)]
-            for group, vector in zip(self.groups, packed.vectors, strict=True):
-                for number in group.leaves:
-                    leaves[number] = of(vector, number)
-            return self.tree.unflatten(leaves)
-
         gradients, state, params = args
+        spread = partial(self.spread, of=of)
         return spread(gradients), tree_map_params(spread, state, self.structure), spread(params)
+
+    def spread(self, packed: FlatBuffers, of: Callable[[Any, int], Any]) -> PyTree:
+        """Return the tree of the parameters, with `of(vector, index)` for each leaf that is in a vector."""
+        leaves = [packed.rest[self.rest.index(i)] if i in self.rest else None for i in range(self.tree.num_leaves)]
+        for group, vector in zip(self.groups, packed.vectors, strict=True):
+            for number in group.leaves:
+                leaves[number] = of(vector, number)
+        return self.tree.unflatten(leaves)
+
+    def place(self, number: int) -> tuple[P, int, int]:
+        """Return the spec of a leaf's shard, its first element in a rank's vector, and the length of that vector."""
+        group = next(group for group in self.groups if number in group.leaves)
+        before = group.sizes[: group.leaves.index(number)]
+        return self.kept[number], sum(before), group.length
 
     # --- full vectors ---
 

@@ -1,0 +1,81 @@
+"""Operations on the file system that checkpoints use. A test replaces them by ones that lose what was not synced."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["Disk"]
+
+_NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class Disk:
+    """The file system of this host. Data and names are safe only after `sync` and `sync_folder`."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder, and its parents."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def create(self, path: Path, size: int) -> Iterator[int]:
+        """Create a file and reserve its blocks, so that a full disk shows before the first byte. Yield its descriptor.
+
+        An existing file is an error.
+        """
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            if size and hasattr(os, "posix_fallocate"):
+                try:
+                    os.posix_fallocate(descriptor, 0, size)
+                except OSError as error:
+                    if error.errno not in _NOT_SUPPORTED:
+                        raise
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> None:
+        """Write all data at an offset."""
+        while len(data):
+            done = os.pwrite(descriptor, data, offset)
+            data, offset = data[done:], offset + done
+
+    def sync(self, descriptor: int) -> None:
+        """Wait until the data of a file is safe."""
+        os.fsync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Wait until the names in a folder are safe."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename a file or folder. The new name must not exist, or be a file."""
+        os.rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a folder with its contents, if it exists."""
+        if path.is_dir() and not path.is_symlink():
+            for each in sorted(path.iterdir()):
+                self.remove(each)
+            self.remove_folder(path)
+        else:
+            self.unlink(path)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file, if it exists."""
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        path.rmdir()

@@ -1,0 +1,170 @@
+"""Folder of the checkpoints of a run: names, the lock of the run that writes, the commit, and the removal of old ones.
+
+A checkpoint is written into `step_00000100.tmp-<nonce>` and renamed when every byte of it is safe. Names with a suffix
+are not checkpoints: `.tmp-` is not complete, `.bad-` was found damaged, `.old-` is being replaced, `.gone-` is being
+removed. A checkpoint that is replaced is complete until the new one is safe, so it still counts while the new one is
+not there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from pathlib import Path
+from typing import ClassVar
+
+from ..errors import CheckpointError
+from .disk import Disk
+from .format import NAME
+from .opened import Checkpoint
+
+__all__ = ["RunFolder", "candidates", "committed"]
+
+_STEP = re.compile(r"step_(\d{8,})(\.old-\w+)?")
+_LOCK = ".lock"
+
+
+def committed(folder: Path) -> list[Path]:
+    """Return the committed checkpoints of a folder, the newest first. Their contents are not looked at."""
+    found: dict[int, Path] = {}
+    for each in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
+        match = _STEP.fullmatch(each.name)
+        if match and (match[2] is None or int(match[1]) not in found):
+            found[int(match[1])] = each
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def candidates(path: Path, step: int | None = None) -> list[Path]:
+    """Return the checkpoints that a path may mean, the newest first: itself, or those of a run's folder.
+
+    Args:
+        path: the folder of one checkpoint, or of a run.
+        step: only the checkpoint of this step.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    found = [path] if (path / NAME).exists() or _STEP.fullmatch(path.name) else committed(path)
+    wanted = [each for each in found if step is None or each.name.partition(".")[0] == f"step_{step:08d}"]
+    if not wanted:
+        steps = ", ".join(str(int(each.name[5:].partition(".")[0])) for each in reversed(found))
+        held = f"it has those of steps {steps}" if found else "no step has been committed there"
+        of_step = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{path}: there is no checkpoint{of_step}; {held if path.is_dir() else 'no such folder'}")
+    return wanted
+
+
+class RunFolder:
+    """The folder in which one run writes. Only the process of rank 0 has one.
+
+    Raises:
+        CheckpointError: if another run writes there, or the folder cannot be written.
+    """
+
+    _open: ClassVar[dict[Path, RunFolder]] = {}
+
+    @classmethod
+    def of(cls, disk: Disk, path: Path, nonce: str) -> RunFolder:
+        """Return this process's run folder at a path. The lock is kept until the process ends."""
+        found = cls._open.get(path.absolute())
+        if found is None or found.process != os.getpid():
+            cls._open[path.absolute()] = found = cls(disk, path, nonce)
+        found.disk = disk
+        return found
+
+    def __init__(self, disk: Disk, path: Path, nonce: str) -> None:
+        self.disk, self.path, self.nonce, self.process = disk, path, nonce, os.getpid()
+        disk.make_folder(path)
+        disk.sync_folder(path.absolute().parent)
+        self._lock = self._taken()
+        for each in path.iterdir():  # left by a run that was killed
+            if re.fullmatch(r"step_\d+\.(tmp|gone)-\w+", each.name) or self._is_replaced(each):
+                disk.remove(each)
+
+    def _is_replaced(self, path: Path) -> bool:
+        match = _STEP.fullmatch(path.name)
+        return match is not None and match[2] is not None and (self.path / path.name.removesuffix(match[2])).exists()
+
+    def _taken(self) -> int:
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(lock, 4096).decode(errors="replace")
+            os.close(lock)
+            raise CheckpointError(
+                f"{self.path}: another run writes checkpoints here ({owner or 'it has just started'}): end it, or "
+                "save to another folder"
+            ) from None
+        except OSError:  # a file system without locks: `require_own` still detects a second run
+            pass
+        os.truncate(lock, 0)
+        os.pwrite(lock, self._owner().encode(), 0)
+        return lock
+
+    def _owner(self) -> str:
+        return f"process {self.process} on {socket.gethostname()}, run {self.nonce}"
+
+    def require_own(self) -> None:
+        """Check that no other run has taken the folder over."""
+        try:
+            owner = (self.path / _LOCK).read_text(errors="replace")
+        except OSError as error:
+            raise CheckpointError(f"{self.path / _LOCK}: {error.strerror}") from error
+        if owner != self._owner():
+            raise CheckpointError(f"{self.path}: another run has taken this folder over ({owner}): save to another one")
+
+    def step(self, step: int) -> Path:
+        """Return the folder of a committed step."""
+        return self.path / f"step_{step:08d}"
+
+    def begin(self, step: int, nonce: str) -> Path:
+        """Create the temporary folder of a checkpoint."""
+        made = self.path / f"step_{step:08d}.tmp-{nonce}"
+        for kind in ("params", "optimizer"):
+            self.disk.make_folder(made / kind)
+        return made
+
+    def commit(self, made: Path, step: int, nonce: str, text: bytes) -> None:
+        """Write `checkpoint.json`, wait until everything is safe, and rename the folder."""
+        disk, target = self.disk, self.step(step)
+        with disk.create(made / NAME, len(text)) as file:
+            disk.write(file, memoryview(text), 0)
+            disk.sync(file)
+        for folder in (made / "params", made / "optimizer", made):
+            disk.sync_folder(folder)
+        self.require_own()
+        replaced = None
+        if target.exists():
+            replaced = target.with_name(f"{target.name}.{'old' if _is_complete(target) else 'bad'}-{nonce}")
+            disk.rename(target, replaced)
+        try:
+            disk.rename(made, target)
+        except OSError:
+            if replaced is not None:
+                disk.rename(replaced, target)
+            raise
+        disk.sync_folder(self.path)
+        if replaced is not None and ".old-" in replaced.name:
+            self._remove(replaced, nonce)
+
+    def keep(self, count: int, nonce: str) -> None:
+        """Remove all committed checkpoints but the newest ones."""
+        for each in committed(self.path)[count:]:
+            self._remove(each, nonce)
+
+    def _remove(self, path: Path, nonce: str) -> None:
+        gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{nonce}")
+        self.disk.rename(path, gone)
+        self.disk.sync_folder(self.path)
+        self.disk.remove(gone)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        Checkpoint(path)
+    except CheckpointError:
+        return False
+    return True

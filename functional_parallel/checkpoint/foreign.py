@@ -1,0 +1,181 @@
+"""Other files: what torch.distributed.checkpoint or torch.save wrote, and one safetensors file of full tensors."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import optree
+import torch
+
+from sharding_specs import Box
+
+from ..errors import CheckpointError, DamagedCheckpointError
+from ..functions import PyTree
+from .disk import Disk
+from .files import ShardFile, bytes_of
+from .folder import candidates
+from .format import NAME, Entry, header
+from .opened import Checkpoint
+from .trees import tree_from_json, tree_keys
+
+__all__ = ["consolidate", "load"]
+
+Made = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]]
+
+
+def load(path: str | Path) -> PyTree:
+    """Load full parameters, for `train.init` or for another program.
+
+    >>> import tempfile, torch, functional_parallel as fp
+    >>> folder = tempfile.mkdtemp()
+    >>> torch.save({"w": torch.ones(2)}, f"{folder}/model.pt")
+    >>> fp.checkpoint.load(f"{folder}/model.pt")
+    {'w': tensor([1., 1.])}
+
+    Args:
+        path: a checkpoint or the folder of a run; a folder of safetensors files, as torch's
+            `HuggingFaceStorageWriter` writes with `save_distributed=True`; one safetensors file; or a file of
+            `torch.save` with tensors in dicts, lists and tuples, which is read with `weights_only=True`.
+
+    Returns:
+        The tree of the parameters. Of safetensors files it is a dict by key.
+
+    Raises:
+        CheckpointError: if the path has none of these.
+        DamagedCheckpointError: if a file is damaged, or boxes are missing.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix != ".safetensors":
+        return _load_pickle(path)
+    with ExitStack() as files:
+        checkpoint = _own(path)
+        if checkpoint is None:
+            return {key: make() for key, (_, _, make) in _shards(path, files).items()}
+        tree, tensors = checkpoint.body["tree"], _tensors_of(checkpoint, "params")
+        if tree is None:
+            return {key: make() for key, (_, _, make) in tensors.items()}
+        numbers = checkpoint.numbers
+        return tree_from_json(tree, lambda key: tensors[key][2]() if key in tensors else numbers[f"params/{key}"])
+
+
+def consolidate(path: str | Path, target: str | Path) -> list[Path]:
+    """Write full tensors into one safetensors file: of a checkpoint, of what `load` reads, or of a `torch.save`d file.
+
+    One full tensor is in memory at a time.
+
+    Args:
+        path: as for `load`.
+        target: a folder. `model.safetensors` has the parameters. Of a checkpoint, `optimizer.safetensors` has the
+            tensors of the optimizer's state.
+
+    Returns:
+        The files.
+
+    Raises:
+        CheckpointError: as for `load`, or if a file exists.
+    """
+    path, target = Path(path), Path(target)
+    target.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as files:
+        if path.is_file() and path.suffix != ".safetensors":
+            return [_write(target / "model.safetensors", _tensors_of_tree(_load_pickle(path)))]
+        checkpoint = _own(path)
+        if checkpoint is None:
+            return [_write(target / "model.safetensors", _shards(path, files))]
+        names = {"params": "model.safetensors", "optimizer": "optimizer.safetensors"}
+        made = {name: _tensors_of(checkpoint, kind) for kind, name in names.items()}
+        return [_write(target / name, tensors) for name, tensors in made.items() if tensors]
+
+
+def _own(path: Path) -> Checkpoint | None:
+    try:
+        found = candidates(path)
+    except CheckpointError:
+        if path.is_file() or any(path.glob("*.safetensors")):
+            return None
+        raise
+    return Checkpoint(found[0]) if (found[0] / NAME).exists() or found[0] != path else None
+
+
+def _load_pickle(path: Path) -> PyTree:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: it has more than tensors in containers, and loading that would run code: {error}"
+        ) from None
+    except (RuntimeError, EOFError, OSError) as error:
+        raise DamagedCheckpointError(f"{path}: it is not a file of torch.save: {error}") from None
+
+
+def _tensors_of_tree(tree: PyTree) -> Made:
+    leaves = zip(tree_keys(tree), optree.tree_leaves(tree), strict=True)
+    return {
+        key: (tuple(leaf.shape), leaf.dtype, lambda leaf=leaf: leaf)  # type: ignore[misc]
+        for key, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _tensors_of(checkpoint: Checkpoint, kind: str) -> Made:
+    return {
+        leaf.key: (leaf.shape, leaf.dtype, lambda leaf=leaf: checkpoint.tensor(f"{kind}/{leaf.key}"))  # type: ignore[misc]
+        for leaf in checkpoint.plan.leaves
+        if leaf.kind == kind
+    }
+
+
+def _shards(path: Path, files: ExitStack) -> Made:
+    """Return the tensors of safetensors files, from the boxes in their headers."""
+    boxes: dict[str, list[tuple[ShardFile, Entry]]] = defaultdict(list)
+    for each in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        file = files.enter_context(ShardFile(each))
+        for key, entry in file.entries.items():
+            boxes[key].append((file, entry))
+    found: Made = {}
+    for key, parts in boxes.items():
+        ends = [[s + n for s, n in zip(e.box.start, e.box.size, strict=True)] for _, e in parts]
+        if len({(len(end), entry.dtype) for end, (_, entry) in zip(ends, parts, strict=True)}) > 1:
+            raise DamagedCheckpointError(f"{path}: {key!r} has other dims or dtypes in other files")
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        if sum(entry.box.numel for _, entry in parts) != math.prod(shape) or _overlap([e.box for _, e in parts]):
+            raise DamagedCheckpointError(f"{path}: the boxes of {key!r} have gaps or overlap: a file is missing")
+        found[key] = shape, parts[0][1].dtype, lambda shape=shape, parts=parts: _joined(shape, parts)  # type: ignore[misc]
+    return found
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    return any(a.intersection(b) is not None for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def _joined(shape: tuple[int, ...], parts: list[tuple[ShardFile, Entry]]) -> torch.Tensor:
+    full = torch.empty(shape, dtype=parts[0][1].dtype)
+    for file, entry in parts:
+        file.read(entry, entry.box, full[entry.box.slices])
+    return full
+
+
+def _write(path: Path, tensors: Made) -> Path:
+    disk = Disk()
+    if path.exists():
+        raise CheckpointError(f"{path}: the file exists")
+    order = sorted(tensors.items(), key=lambda item: (-item[1][1].itemsize, item[0]))
+    entries = [(key, dtype, Box((0,) * len(shape), shape)) for key, (shape, dtype, _) in order]
+    first, begins = header(entries)
+    made = path.with_name(f"{path.name}.tmp")
+    made.unlink(missing_ok=True)
+    end = begins[-1] + entries[-1][2].numel * entries[-1][1].itemsize if entries else len(first)
+    with disk.create(made, end) as file:
+        disk.write(file, memoryview(first), 0)
+        for begin, (_, (_, _, make)) in zip(begins, order, strict=True):
+            full = make().contiguous()
+            disk.write(file, bytes_of(full), begin)
+        disk.sync(file)
+    disk.rename(made, path)
+    disk.sync_folder(path.parent)
+    return path

@@ -1,0 +1,257 @@
+"""Layouts of saved leaves: the boxes of each leaf that a rank holds, and the rank that writes each box.
+
+A leaf of a checkpoint is a full tensor of the user's tree. A training step may hold it in another form: sharded, with
+padding, as one parameter per layer, or inside a flat vector. A `Piece` describes one such form. All functions here are
+pure: they work on any mesh, without processes, and never enumerate all ranks of all leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from sharding_specs import Box, Mesh, P, boxes_of_run, holders, local_shape, rank_boxes
+
+__all__ = ["LeafLayout", "Part", "Piece", "Region", "Vector", "Writers"]
+
+Coordinates = Mapping[str, int]
+
+
+class Part(NamedTuple):
+    """Part of a region that lies in one held tensor."""
+
+    box: Box  # of the leaf
+    held: int  # index of the held tensor
+    run: tuple[int, tuple[int, ...]] | None  # first element, and shape, of a range of a vector
+    local: Box  # of the rank's shard, or of that range
+
+    def view(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the view of a rank's held tensor, in the shape of the box."""
+        if not self.box.numel:
+            return shard.new_empty(self.box.size)
+        if self.run is not None:
+            begin, shape = self.run
+            shard = shard.narrow(0, begin, math.prod(shape)).view(shape)
+        view = shard[self.local.slices]
+        return view if view.ndim == len(self.box.size) else view.unsqueeze(0)
+
+
+class Region(NamedTuple):
+    """Box of a leaf on one rank, and its parts, which follow each other along dim 0."""
+
+    box: Box
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Place of a shard in a flat vector: it begins at element `begin`, and the axes `over` cut the vector."""
+
+    over: tuple[str, ...]  # outermost first
+    begin: int
+    length: int  # of the vector, before the cut
+
+    def range_of(self, index: int, mesh: Mesh) -> tuple[int, int]:
+        """Return the elements of the shard that slice `index` of the vector has; they may lie outside the shard."""
+        size = self.length // mesh.axis_size(self.over)
+        return index * size - self.begin, (index + 1) * size - self.begin
+
+    def index(self, coordinates: Coordinates, mesh: Mesh) -> int:
+        """Return the index of a rank's slice."""
+        found = 0
+        for axis in self.over:
+            found = found * mesh.axis_size(axis) + coordinates[axis]
+        return found
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Which of the ranks with the same piece writes it: an index for each coordinate along some axes."""
+
+    axes: tuple[str, ...] = ()
+    index: tuple[int, ...] = (0,)
+
+    def at(self, coordinates: Coordinates, mesh: Mesh) -> int:
+        """Return the index of the writer among the ranks that differ only along the other axes."""
+        place = 0
+        for axis in self.axes:
+            place = place * mesh.axis_size(axis) + coordinates[axis]
+        return self.index[place]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a leaf, or the full leaf, and how ranks hold them.
+
+    Args:
+        spec: spec of the full leaf, or of one row.
+        held: indices of the held tensors: one for each of `rows`, else one.
+        rows: rows of the leaf, each in its own held tensor; None if one held tensor has the full leaf.
+        vector: the place of the shards in a vector, if they lie in one.
+        where: indices of the ranks that hold the piece, by axis. Along other axes all ranks hold it.
+        writers: the ranks that write it.
+    """
+
+    spec: P
+    held: tuple[int, ...] = field(default=(0,), compare=False)
+    rows: tuple[int, ...] | None = None
+    vector: Vector | None = None
+    where: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    writers: Writers = Writers()
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """Axes that split the piece."""
+        return self.spec.axes | frozenset(() if self.vector is None else self.vector.over)
+
+    def replicas(self, mesh: Mesh) -> list[tuple[str, Sequence[int]]]:
+        """Return the axes along which ranks hold the same, each with the indices of the ranks that hold it."""
+        where = dict(self.where)
+        sizes = mesh.shape.items()
+        return [(axis, where.get(axis, range(size))) for axis, size in sizes if axis not in self.axes]
+
+    def writer(self, coordinates: Coordinates, mesh: Mesh) -> int:
+        """Return the rank that writes the part of the ranks with these coordinates along `axes`."""
+        index, found = self.writers.at(coordinates, mesh), {axis: coordinates[axis] for axis in self.axes}
+        for axis, indices in reversed(self.replicas(mesh)):
+            index, place = divmod(index, len(indices))
+            found[axis] = indices[place]
+        return mesh.rank(found)
+
+    def is_held(self, coordinates: Coordinates) -> bool:
+        """Whether the rank with these coordinates holds the piece."""
+        return all(coordinates[axis] in indices for axis, indices in self.where)
+
+
+@dataclass(frozen=True)
+class LeafLayout:
+    """Layout of a saved leaf.
+
+    Args:
+        kind: "params" or "optimizer", the folder of its files.
+        key: its name in the files, unique for its kind.
+        shape: the global shape.
+        dtype: the dtype.
+        pieces: pieces that together are the leaf.
+    """
+
+    kind: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.key!r}"
+
+    def regions(self, piece: Piece, mesh: Mesh, coordinates: Coordinates) -> Iterator[Region]:
+        """Yield the regions of a piece that the rank with these coordinates holds, in its memory."""
+        if not piece.is_held(coordinates):
+            return
+        for box, local, run in self._boxes(piece, mesh, coordinates):
+            if piece.rows is None:
+                yield Region(box, (Part(box, piece.held[0], run, local),))
+                continue
+            for first, last in _consecutive(piece.rows):
+                parts = [
+                    Part(Box((piece.rows[i], *box.start), (1, *box.size)), piece.held[i], run, local)
+                    for i in range(first, last)
+                ]
+                yield Region(Box(parts[0].box.start, (last - first, *box.size)), tuple(parts))
+
+    def _boxes(
+        self, piece: Piece, mesh: Mesh, coordinates: Coordinates
+    ) -> Iterator[tuple[Box, Box, tuple[int, tuple[int, ...]] | None]]:
+        """Yield boxes of the leaf or of a row, each with its box in the rank's memory."""
+        shape = self.shape if piece.rows is None else self.shape[1:]
+        found = rank_boxes(shape, piece.spec, mesh, coordinates)
+        if 0 in shape:
+            empty = Box((0,) * len(shape), shape)
+            yield empty, empty, None
+        elif piece.vector is None:
+            yield from ((box, local, None) for box, local in found)
+        else:
+            held, shards = list(found), local_shape(shape, piece.spec, mesh)
+            start, stop = piece.vector.range_of(piece.vector.index(coordinates, mesh), mesh)
+            for at, run in boxes_of_run(shards, max(start, 0), min(stop, math.prod(shards))):
+                for box, local in held:
+                    common = run.intersection(local)
+                    if common is not None:
+                        shift = zip(common.start, local.start, box.start, strict=True)
+                        whole = Box(tuple(mine - its + begin for mine, its, begin in shift), common.size)
+                        yield whole, common.within(run), (at - start, run.size)
+
+    def written(self, mesh: Mesh, rank: int) -> Iterator[Region]:
+        """Yield the regions that a rank writes."""
+        coordinates = mesh.coordinates(rank)
+        for piece in self.pieces:
+            repeats = 0 in self.shape and any(coordinates[axis] for axis in piece.axes)  # every rank holds nothing
+            if not repeats and piece.is_held(coordinates) and piece.writer(coordinates, mesh) == rank:
+                yield from self.regions(piece, mesh, coordinates)
+
+    def writers(self, box: Box, mesh: Mesh) -> list[int]:
+        """Return the ranks that may write a part of a box, each once."""
+        found: dict[int, None] = {}
+        for piece in self.pieces:
+            part = box if piece.rows is None else _in_rows(box, piece.rows)
+            if part is not None:
+                for coordinates in self._split_coordinates(piece, part, mesh):
+                    found[piece.writer(coordinates, mesh)] = None
+        return list(found)
+
+    def _split_coordinates(self, piece: Piece, box: Box, mesh: Mesh) -> Iterator[dict[str, int]]:
+        """Yield the coordinates, along the axes that split a piece, of the ranks that hold a part of a box of it."""
+        shape = self.shape if piece.rows is None else self.shape[1:]
+        if 0 in shape:
+            yield dict.fromkeys(piece.axes, 0)
+            return
+        for coordinates in holders(box, shape, piece.spec, mesh):
+            if piece.vector is None:
+                yield coordinates
+            else:
+                for index in self._slices(piece, piece.vector, box, mesh, coordinates):
+                    yield coordinates | _digits(index, piece.vector.over, mesh)
+
+    def _slices(self, piece: Piece, vector: Vector, box: Box, mesh: Mesh, coordinates: Coordinates) -> range:
+        """Return the indices of the slices of a vector from the first to the last that has elements of a box."""
+        shape = self.shape if piece.rows is None else self.shape[1:]
+        shards, size = local_shape(shape, piece.spec, mesh), vector.length // mesh.axis_size(vector.over)
+        ends = []
+        for whole, local in rank_boxes(shape, piece.spec, mesh, coordinates):
+            common = whole.intersection(box)
+            if common is not None:
+                inside = common.within(whole)
+                for last in (0, 1):
+                    place = 0
+                    for length, start, begin, count in zip(shards, inside.start, local.start, inside.size, strict=True):
+                        place = place * length + start + begin + last * (count - 1)
+                    ends.append(place + vector.begin)
+        return range(min(ends) // size, max(ends) // size + 1) if ends else range(0)
+
+
+def _consecutive(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the index ranges of consecutive numbers."""
+    first = 0
+    for index in range(1, len(rows) + 1):
+        if index == len(rows) or rows[index] != rows[index - 1] + 1:
+            yield first, index
+            first = index
+
+
+def _in_rows(box: Box, rows: Sequence[int]) -> Box | None:
+    """Return a box of a row if the box has one of these rows."""
+    if not any(box.start[0] <= row < box.start[0] + box.size[0] for row in rows):
+        return None
+    return Box(box.start[1:], box.size[1:])
+
+
+def _digits(index: int, axes: Sequence[str], mesh: Mesh) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for axis in reversed(axes):
+        index, found[axis] = divmod(index, mesh.axis_size(axis))
+    return found

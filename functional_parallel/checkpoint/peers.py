@@ -1,0 +1,49 @@
+"""The processes of a run, as a checkpoint uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..errors import CheckpointError
+
+__all__ = ["Peers"]
+
+
+class Store(Protocol):
+    """The part of torch's stores that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The processes of a run.
+
+    Args:
+        rank: number of this process.
+        size: number of processes.
+        ranks: the ranks of the mesh in this process.
+        exchange: returns the values of all processes; every process calls it.
+        store: a store that all processes reach; None for one process.
+        missing: returns text on a process that died, else "".
+        timeout: seconds that a process waits for the others.
+    """
+
+    rank: int
+    size: int
+    ranks: Sequence[int]
+    exchange: Callable[[Any, str], list[Any]]
+    store: Store | None
+    missing: Callable[[], str]
+    timeout: float
+
+    def agree(self, problem: str, doing: str) -> None:
+        """Exchange problems, and raise on every process if one has any."""
+        every = self.exchange(problem, doing)
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(every) if text)
+        if told:
+            raise CheckpointError(told if self.size > 1 else next(filter(None, every)))

@@ -1,0 +1,254 @@
+"""Plans of saving and restoring: which rank writes which boxes to which file, and which boxes a rank reads.
+
+A plan is computed from layouts alone. One rank's part of it takes work in proportion to what this rank holds, so a
+plan for 16,384 ranks can be checked in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+
+from sharding_specs import Box, Mesh
+
+from ..errors import CheckpointError, DamagedCheckpointError
+from .layouts import LeafLayout, Part, Piece, Writers
+
+__all__ = ["ReadItem", "RestorePlan", "SavePlan", "Source", "WriteItem", "plan_restore", "plan_save"]
+
+_ROUNDS = 3
+
+
+class WriteItem(NamedTuple):
+    """Box of a leaf that a rank writes. The n-th box of a leaf is in the n-th file of its kind."""
+
+    leaf: LeafLayout
+    box: Box
+    parts: tuple[Part, ...]
+    number: int  # of the file, from 0
+
+
+class Source(NamedTuple):
+    """Box of a leaf in a file."""
+
+    rank: int  # that wrote it
+    number: int  # of the file
+    box: Box
+
+
+class ReadItem(NamedTuple):
+    """Part of a held tensor, and the boxes in files that have its elements."""
+
+    leaf: LeafLayout  # as it was saved
+    part: Part
+    sources: tuple[tuple[Source, Box], ...]  # with the common box
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Plan of a checkpoint. It has a writer for every box.
+
+    Args:
+        mesh: the mesh of the run that saves.
+        leaves: the leaves, whose pieces name their writers.
+        name: the file that has the plan, for messages.
+    """
+
+    mesh: Mesh
+    leaves: tuple[LeafLayout, ...]
+    name: str = "the plan"
+
+    def rank(self, rank: int) -> list[WriteItem]:
+        """Return the boxes that a rank writes, in the order of its files."""
+        items = [
+            WriteItem(leaf, region.box, region.parts, number)
+            for leaf in self.leaves
+            for number, region in enumerate(leaf.written(self.mesh, rank))
+        ]
+        return sorted(items, key=lambda item: (item.leaf.kind, item.number, -item.leaf.dtype.itemsize))
+
+    def sources(self, leaf: LeafLayout, box: Box) -> Iterator[tuple[Source, Box]]:
+        """Yield the written boxes of a leaf that have elements of a box, each with the common box."""
+        for rank in leaf.writers(box, self.mesh):
+            for number, written in enumerate(self._written(leaf, rank)):
+                common = written.intersection(box)
+                if common is not None:
+                    yield Source(rank, number, written), common
+
+    @cached_property
+    def _written(self) -> Callable[[LeafLayout, int], tuple[Box, ...]]:
+        """The boxes of a leaf that a rank wrote. The last ones are kept, because a rank reads neighbouring boxes."""
+        return lru_cache(4096)(lambda leaf, rank: tuple(region.box for region in leaf.written(self.mesh, rank)))
+
+
+def plan_save(leaves: Sequence[LeafLayout], mesh: Mesh) -> SavePlan:
+    """Choose the rank that writes each piece, so that ranks with equal pieces share the work.
+
+    A piece is given to the rank with the fewest bytes. Pieces that few ranks hold come first, and then large ones. The
+    largest rank writes at most its fair share and one box.
+
+    >>> import torch
+    >>> from sharding_specs import P
+    >>> pieces = (Piece(P("tensor")),)
+    >>> leaves = [LeafLayout("params", name, (4, 8), torch.float32, pieces) for name in ("a", "b")]
+    >>> plan = plan_save(leaves, Mesh(data=2, tensor=2))
+    >>> [[(item.leaf.key, item.box.start) for item in plan.rank(rank)] for rank in range(4)]
+    [[('a', (0, 0))], [('a', (2, 0))], [('b', (0, 0))], [('b', (2, 0))]]
+
+    Args:
+        leaves: the leaves of the state.
+        mesh: the mesh.
+    """
+    work = _Work(mesh)
+    every = [(i, j, piece) for i, leaf in enumerate(leaves) for j, piece in enumerate(leaf.pieces)]
+    jobs = [(i, j, _Job.of(piece, _bytes(leaves[i], piece, mesh), mesh)) for i, j, piece in every]
+    jobs.sort(key=lambda each: (each[2].copies, -int(each[2].sizes.max())))
+    for _ in range(_ROUNDS):  # what was given first is given again, now that the other loads are known
+        for _, _, job in jobs:
+            work.assign(job)
+    chosen = {(i, j): job.writers(mesh) for i, j, job in jobs}
+    found = []
+    for i, leaf in enumerate(leaves):
+        pieces = (replace(piece, writers=chosen[i, j]) for j, piece in enumerate(leaf.pieces))
+        found.append(replace(leaf, pieces=tuple(pieces)))
+    return SavePlan(mesh, tuple(found))
+
+
+def _bytes(leaf: LeafLayout, piece: Piece, mesh: Mesh) -> torch.Tensor:
+    """Return the bytes of a piece per rank, in the dims of the mesh; 1 along axes where they are equal."""
+    shape = leaf.shape if piece.rows is None else leaf.shape[1:]
+    held = torch.full([1] * len(mesh.axis_names), leaf.dtype.itemsize * len(piece.held))
+    if piece.vector is not None:
+        over, length = piece.vector.over, piece.vector.length // mesh.axis_size(piece.vector.over)
+        starts, count = torch.arange(mesh.axis_size(over)) * length - piece.vector.begin, math.prod(shape)
+        count //= math.prod(mesh.axis_size(axis) for axis in piece.spec.axes)
+        inside = (starts + length).clamp(max=count) - starts.clamp(min=0)
+        return held * _in_mesh(inside.clamp(min=0), over, mesh)
+    axes = [*piece.spec.dim_axes(), *[()] * len(shape)]
+    for size, names in zip(shape, axes, strict=False):
+        ranks = mesh.axis_size(names)
+        block = -(-size // ranks)
+        lengths = (size - torch.arange(ranks) * block).clamp(0, block)  # the last ranks have less, or only padding
+        held = held * (block if size % ranks == 0 else _in_mesh(lengths, names, mesh))
+    return held
+
+
+def _in_mesh(values: torch.Tensor, axes: Sequence[str], mesh: Mesh) -> torch.Tensor:
+    """Return one value per index along some axes, the first one major, in the dims of the mesh."""
+    names = mesh.axis_names
+    order = sorted(range(len(axes)), key=lambda dim: names.index(axes[dim]))
+    values = values.view([mesh.axis_size(axis) for axis in axes]).permute(order)
+    return values.reshape([mesh.axis_size(axis) if axis in axes else 1 for axis in names])
+
+
+@dataclass
+class _Job:
+    """A piece to assign: its ranks, and its bytes per rank in the dims of the mesh."""
+
+    choices: dict[str, Sequence[int]]  # indices of the ranks with the same part, by axis
+    sizes: torch.Tensor
+    copies: int
+    best: torch.Tensor | None = None  # for each part, the index of its writer; in the dims of the mesh
+    added: torch.Tensor | None = None  # bytes per rank, of the ranks of `choices`
+
+    @classmethod
+    def of(cls, piece: Piece, sizes: torch.Tensor, mesh: Mesh) -> _Job:
+        choices = dict(piece.replicas(mesh))
+        return cls(choices, sizes, math.prod(map(len, choices.values())))
+
+    def writers(self, mesh: Mesh) -> Writers:
+        assert self.best is not None
+        if len(self.best.unique()) == 1:
+            return Writers((), (int(self.best.flatten()[0]),))
+        axes = [axis for axis, length in zip(mesh.axis_names, self.best.shape, strict=True) if length > 1]
+        return Writers(tuple(axes), tuple(self.best.flatten().tolist()))
+
+
+class _Work:
+    """Bytes that each rank writes, in the dims of the mesh; 1 along an axis while all its ranks write the same."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.loads = torch.zeros([1] * len(mesh.axis_names), dtype=torch.int64)
+
+    def assign(self, job: _Job) -> None:
+        """Give each part of a piece to the rank with the smallest load."""
+        names = self.mesh.axis_names
+        wanted = [self.mesh.axis_size(axis) if axis in job.choices else 1 for axis in names]
+        self.loads = self.loads.expand(torch.broadcast_shapes(self.loads.shape, job.sizes.shape, wanted)).clone()
+        sizes = zip(names, self.loads.shape, strict=True)
+        indices = [torch.tensor(job.choices.get(axis, range(size))) for axis, size in sizes]
+        places = torch.meshgrid(*indices, indexing="ij")  # of the ranks that hold the piece
+        if job.added is not None:
+            self.loads[places] -= job.added
+        order = sorted(range(len(names)), key=lambda dim: names[dim] in job.choices)  # the axes of replicas last
+        back = sorted(range(len(names)), key=order.__getitem__)
+        table = self.loads[places].permute(order)
+        kept = table.shape[: len(names) - len(job.choices)]
+        best = table.reshape(*kept, -1).argmin(-1)
+        one = torch.zeros(best.numel(), job.copies, dtype=torch.int64).scatter_(1, best.view(-1, 1), 1)
+        job.added = one.view(table.shape).permute(back) * job.sizes
+        job.best = best.view(*kept, *[1] * len(job.choices)).permute(back)
+        self.loads[places] += job.added
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """Plan of reading a checkpoint into other layouts.
+
+    Args:
+        saved: the plan that wrote the checkpoint.
+        leaves: pairs of a leaf as it is wanted and as it was saved.
+        mesh: the mesh of the run that restores.
+    """
+
+    saved: SavePlan
+    leaves: tuple[tuple[LeafLayout, LeafLayout], ...]
+    mesh: Mesh
+
+    def rank(self, rank: int) -> Iterator[ReadItem]:
+        """Yield what a rank reads.
+
+        Raises:
+            DamagedCheckpointError: if saved boxes do not cover a leaf exactly once.
+        """
+        coordinates = self.mesh.coordinates(rank)
+        for leaf, saved in self.leaves:
+            for piece in leaf.pieces:
+                for region in leaf.regions(piece, self.mesh, coordinates):
+                    for part in region.parts:
+                        sources = tuple(self.saved.sources(saved, part.box))
+                        found = sum(common.numel for _, common in sources)
+                        if found != part.box.numel:
+                            raise DamagedCheckpointError(
+                                f"{self.saved.name}: {saved}: of the box at {part.box.start} of {part.box.size}, "
+                                f"{found} of {part.box.numel} elements were saved: there are gaps or overlaps"
+                            )
+                        yield ReadItem(saved, part, sources)
+
+
+def plan_restore(saved: SavePlan, leaves: Sequence[LeafLayout], mesh: Mesh) -> RestorePlan:
+    """Return the plan of reading saved leaves into other layouts, by kind and key.
+
+    Args:
+        saved: the plan that wrote the checkpoint.
+        leaves: the leaves as they are wanted. All must have been saved, with the same shapes.
+        mesh: the mesh of the run that restores.
+
+    Raises:
+        CheckpointError: if a leaf was not saved, or has another shape.
+    """
+    by_name = {(leaf.kind, leaf.key): leaf for leaf in saved.leaves}
+    pairs = []
+    for leaf in leaves:
+        found = by_name.get((leaf.kind, leaf.key))
+        if found is None or found.shape != leaf.shape:
+            held = "is not in the checkpoint" if found is None else f"has shape {found.shape} in the checkpoint"
+            raise CheckpointError(f"{leaf} of shape {leaf.shape} {held}")
+        pairs.append((leaf, found))
+    return RestorePlan(saved, tuple(pairs), mesh)

@@ -1,0 +1,241 @@
+"""Saving: each rank writes its boxes, and rank 0 commits when all have reported. The steps may go on meanwhile.
+
+Ranks report through the store of the run, not through process groups, so a thread may do it beside a training step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from .disk import Disk
+from .files import FileInfo, write_files
+from .folder import RunFolder
+from .format import VERSION, encode, plan_to_json
+from .peers import Peers
+from .plan import SavePlan, WriteItem
+from .sums import default_algorithm
+
+__all__ = ["Contents", "Save", "begin_save"]
+
+_SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks at the store
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint has.
+
+    Args:
+        plan: the plan.
+        shard: returns the held tensor of an index and a rank of this process.
+        numbers: leaves that are Python numbers, by kind and key.
+        body: the rest of `checkpoint.json`.
+    """
+
+    plan: SavePlan
+    shard: Callable[[int, int], torch.Tensor]
+    numbers: dict[str, bool | int | float]
+    body: dict[str, Any]
+
+    def tensors(self, rank: int) -> Callable[[WriteItem], Iterable[torch.Tensor]]:
+        """Return a function that returns the parts of a box of a rank."""
+        return lambda item: (part.view(self.shard(part.held, rank)) for part in item.parts)
+
+
+@dataclass
+class Save:
+    """A save under way. `run` may be called in a thread; `wait` raises what went wrong."""
+
+    peers: Peers
+    disk: Disk
+    folder: Path
+    step: int
+    nonce: str
+    text: Callable[[dict[str, FileInfo]], bytes]
+    work: list[tuple[int, list[WriteItem], Callable[[WriteItem], Iterable[torch.Tensor]]]]
+    algorithm: str
+    keep: int | None
+    _thread: threading.Thread | None = field(default=None, repr=False)
+    _problem: str = ""
+
+    def run(self) -> None:
+        """Write this process's files, and commit if it is the first one. What goes wrong is kept for `wait`."""
+        try:
+            files: dict[str, FileInfo] = {}
+            for rank, items, tensors in self.work:
+                files |= write_files(self.disk, self._made, rank, items, tensors, self.algorithm)
+            self.work = []
+            self._report(files)
+        except Exception as error:
+            self._fail(_told(error))
+
+    def start(self) -> None:
+        """Run in a thread."""
+        self._thread = threading.Thread(target=self.run, name=f"checkpoint of step {self.step}")
+        self._thread.start()
+
+    def is_running_anywhere(self) -> bool:
+        """Whether a thread of any process still writes. Every process calls it."""
+        mine = self._thread is not None and self._thread.is_alive()
+        return any(self.peers.exchange(mine, "to see whether a checkpoint is written"))
+
+    def join(self) -> None:
+        """Wait until this process has finished."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is committed. Every process calls it.
+
+        Raises:
+            CheckpointError: on every process, if a process could not write its part.
+        """
+        self.join()
+        try:
+            self.peers.agree(self._problem, "after a checkpoint")
+        except CheckpointError:
+            if self.peers.rank == 0:  # nobody writes there any more
+                with suppress(OSError):
+                    self.disk.remove(self._made)
+            raise
+
+    # --- reports ---
+
+    @property
+    def _made(self) -> Path:
+        return self.folder / f"step_{self.step:08d}.tmp-{self.nonce}"
+
+    def _report(self, files: dict[str, FileInfo]) -> None:
+        store = self.peers.store
+        if store is None:
+            self._commit(files)
+            return
+        if self.peers.rank:
+            store.set(self._key(self.peers.rank), json.dumps(files))
+            self._wait([self._key("done")])
+            return
+        others = [self._key(rank) for rank in range(1, self.peers.size)]
+        self._wait(others)
+        for key in others:
+            files |= {name: FileInfo(*each) for name, each in json.loads(store.get(key)).items()}
+        self._commit(files)
+        store.set(self._key("done"), "")
+
+    def _commit(self, files: dict[str, FileInfo]) -> None:
+        run = RunFolder.of(self.disk, self.folder, self.nonce)
+        run.commit(self._made, self.step, self.nonce, self.text(files))
+        if self.keep is not None:
+            run.keep(self.keep, self.nonce)
+
+    def _fail(self, problem: str) -> None:
+        self._problem = self._problem or problem
+        if self.peers.store is not None:
+            self.peers.store.set(self._key("failed"), "")
+
+    def _wait(self, keys: list[str]) -> None:
+        assert self.peers.store is not None
+        pause, began = _SHORTEST, time.monotonic()
+        while not self.peers.store.check(keys):
+            if self.peers.store.check([self._key("failed")]):
+                raise _OtherFailed
+            missing = self.peers.missing()
+            if missing or time.monotonic() - began > self.peers.timeout:
+                raise CheckpointError(
+                    f"the checkpoint of step {self.step} is not committed: "
+                    f"{missing or f'other ranks have not written their parts within {self.peers.timeout:.0f} s'}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def _key(self, what: object) -> str:
+        return f"functional_parallel/checkpoint/{self.nonce}/{what}"
+
+
+class _OtherFailed(Exception):
+    """Raised if another process reports a failure. That process says what it is."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a checkpoint'}: {error.strerror or error}"
+    return str(error) if isinstance(error, (CheckpointError, _OtherFailed)) else f"{type(error).__name__}: {error}"
+
+
+def begin_save(
+    peers: Peers,
+    folder: Path,
+    contents: Contents,
+    *,
+    keep: int | None = None,
+    snapshot: bool = False,
+    disk: Disk | None = None,
+) -> Save:
+    """Begin a save: take the folder, and create the temporary one. Every process calls it.
+
+    Args:
+        peers: the processes of the run.
+        folder: the folder of the run's checkpoints.
+        contents: what to save.
+        keep: number of committed checkpoints to keep; None keeps all.
+        snapshot: whether to copy this process's boxes to main memory now, so that later steps may change the state.
+        disk: the file system.
+
+    Raises:
+        CheckpointError: on every process, if the folder cannot be written, another run writes there, or the hosts do
+            not share it.
+    """
+    disk, step = disk or Disk(), int(contents.body["step"])
+    nonce, problem = "", ""
+    if peers.rank == 0:
+        nonce = secrets.token_hex(8)
+        try:
+            RunFolder.of(disk, folder, nonce).begin(step, nonce)
+        except (OSError, CheckpointError) as error:
+            problem = _told(error)
+    (nonce, problem), *_ = peers.exchange((nonce, problem), "before a checkpoint")
+    if problem:
+        raise CheckpointError(problem)
+    algorithm = default_algorithm()
+    work = []
+    for rank in peers.ranks:
+        items, tensors = contents.plan.rank(rank), contents.tensors(rank)
+        work.append((rank, items, _copied(items, tensors) if snapshot else tensors))
+
+    def text(files: dict[str, FileInfo]) -> bytes:
+        body = {"version": VERSION, "nonce": nonce, "torch": torch.__version__, "sums": algorithm}
+        named = {name: [info.size, info.sums] for name, info in sorted(files.items())}
+        whole = {**body, **contents.body, **plan_to_json(contents.plan), "numbers": contents.numbers, "files": named}
+        return encode(whole, algorithm)
+
+    save = Save(peers, disk, folder, step, nonce, text, work, algorithm, keep)
+    found = (save._made / "params").is_dir()
+    host = f"{os.uname().nodename} does not see {save._made}: the folder of checkpoints must be shared by all hosts"
+    peers.agree("" if found else host, "before a checkpoint")
+    return save
+
+
+def _copied(
+    items: Sequence[WriteItem], tensors: Callable[[WriteItem], Iterable[torch.Tensor]]
+) -> Callable[[WriteItem], Iterable[torch.Tensor]]:
+    """Copy the boxes of a rank to main memory, and return a function that returns them once."""
+    held = {
+        (item.leaf.kind, item.leaf.key, item.number): [
+            part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for part in tensors(item)
+        ]
+        for item in items
+    }
+    return lambda item: held.pop((item.leaf.kind, item.leaf.key, item.number))

@@ -1,0 +1,81 @@
+"""Checksums of files, per block of 4 MiB: xxh3 by the extra `xxhash`, else crc32 of the standard library."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import zlib
+from collections.abc import Callable
+from typing import Protocol
+
+from ..errors import CheckpointError
+
+__all__ = ["BLOCK", "BlockSums", "default_algorithm", "hasher"]
+
+BLOCK = 4 << 20  # bytes; a multiple of the size of every page and dtype
+
+
+class Hasher(Protocol):
+    """Incremental checksum."""
+
+    def update(self, data: memoryview | bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+class _Crc32:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, data: memoryview | bytes) -> None:
+        self.value = zlib.crc32(data, self.value)
+
+    def hexdigest(self) -> str:
+        return f"{self.value:08x}"
+
+
+def default_algorithm() -> str:
+    """Return "xxh3_64" if the package xxhash is installed, else "crc32"."""
+    return "xxh3_64" if importlib.util.find_spec("xxhash") is not None else "crc32"
+
+
+def hasher(algorithm: str) -> Callable[[], Hasher]:
+    """Return a function that starts a checksum.
+
+    Raises:
+        CheckpointError: if the algorithm is unknown here.
+    """
+    if algorithm == "crc32":
+        return _Crc32
+    if algorithm == "xxh3_64":
+        try:
+            found: Callable[[], Hasher] = importlib.import_module("xxhash").xxh3_64
+        except ImportError:
+            raise CheckpointError(
+                "the checksums of this checkpoint are xxh3_64, which needs the package xxhash: pip install xxhash"
+            ) from None
+        return found
+    raise CheckpointError(f"the checksums of this checkpoint are {algorithm!r}, which this version does not know")
+
+
+class BlockSums:
+    """Checksums of the blocks of a file that is written from its beginning."""
+
+    def __init__(self, algorithm: str) -> None:
+        self._new, self._length = hasher(algorithm), 0
+        self._open = self._new()
+        self._done: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """Add the next bytes of the file."""
+        while len(data):
+            room = BLOCK - self._length % BLOCK
+            self._open.update(data[:room])
+            self._length += min(room, len(data))
+            if self._length % BLOCK == 0:
+                self._done.append(self._open.hexdigest())
+                self._open = self._new()
+            data = data[room:]
+
+    def finish(self) -> list[str]:
+        """Return the checksum of each block; the last one may be shorter."""
+        return [*self._done, self._open.hexdigest()] if self._length % BLOCK else list(self._done)

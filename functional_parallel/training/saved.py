@@ -1,0 +1,151 @@
+"""A training state as the leaves of a checkpoint, and back.
+
+The leaves are those of the user's trees: full parameters, the optimizer's state, and what requests add to it. The state
+itself holds them in another form. The map between both is found by the functions that `train.whole` uses, applied to
+tensors without values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from sharding_specs import P
+
+from ..checkpoint import LeafLayout, Piece, Vector, tree_keys
+from ..functions import PyTree
+from ..ir import TensorSignature
+from ..runtime import Where
+from .state import StateLayout
+from .states import StateManager
+from .update import FlatPacking
+
+__all__ = ["SavedLeaves", "saved_leaves"]
+
+
+@dataclass(frozen=True)
+class SavedLeaves:
+    """The leaves of a checkpoint of a state.
+
+    Args:
+        tensors: the tensors.
+        rounded: stored parameters of which the checkpoint has only the masters: the layouts in which they are stored.
+        numbers: indices of the held leaves that are not tensors, by kind and key.
+        params: the tree of the user's parameters, of tensors without values.
+    """
+
+    tensors: tuple[LeafLayout, ...]
+    rounded: tuple[LeafLayout, ...]
+    numbers: dict[str, int]
+    params: PyTree
+
+
+class _Constant:
+    """Stands for a held leaf that is not a tensor."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Source(NamedTuple):
+    """Where a full tensor of the user's trees lies: in one held tensor, in one per row, or in a vector."""
+
+    held: tuple[int, ...]
+    number: int | None = None  # of the parameter in a vector
+    is_stack: bool = False
+
+
+class _Markers:
+    """Tensors without values that stand for the held tensors of a state, and for the user's tensors in them."""
+
+    def __init__(self, form: StateLayout) -> None:
+        self.form, self._sources, self._alive = form, dict[int, _Source](), list[torch.Tensor]()
+
+    def new(self, shape: Any, dtype: torch.dtype, source: _Source) -> torch.Tensor:
+        made = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self._alive.append(made)
+        self._sources[id(made)] = source
+        return made
+
+    def source(self, marker: torch.Tensor) -> _Source:
+        return self._sources[id(marker)]
+
+    def of_vector(self, vector: Any, number: int) -> Any:
+        if not isinstance(vector, torch.Tensor):
+            return vector
+        packing = self.form.places.packing
+        assert isinstance(packing, FlatPacking)
+        shape = packing.shapes[number]
+        return self.new(shape, vector.dtype, _Source(self.source(vector).held, number))
+
+    def join(self, layers: list[Any]) -> Any:
+        if not layers or not isinstance(layers[0], torch.Tensor):
+            return layers[0]
+        held = tuple(index for layer in layers for index in self.source(layer).held)
+        return self.new((len(layers), *layers[0].shape), layers[0].dtype, _Source(held, is_stack=True))
+
+    def layout(self, kind: str, key: str, marker: torch.Tensor, where: Callable[[int], Where]) -> LeafLayout:
+        """Return the layout of a full tensor. `where` returns the ranks that hold a held tensor."""
+        held, number, is_stack = self.source(marker)
+        shape = tuple(marker.shape)
+        if number is not None:
+            packing = self.form.places.packing
+            assert isinstance(packing, FlatPacking)
+            spec, begin, length = packing.place(number)
+            pieces = [Piece(spec, held, None, Vector(packing.over, begin, length), where(held[0]))]
+        elif not is_stack:
+            pieces = [Piece(_split(self.form.specs[held[0]]), held, None, None, where(held[0]))]
+        else:
+            rows: dict[tuple[P, Where], list[int]] = {}
+            for row, index in enumerate(held):
+                rows.setdefault((_split(self.form.specs[index]), where(index)), []).append(row)
+            pieces = [
+                Piece(spec, tuple(held[row] for row in found), tuple(found), None, place)
+                for (spec, place), found in rows.items()
+            ]
+        return LeafLayout(kind, key, shape, marker.dtype, tuple(pieces))
+
+
+def _split(spec: P) -> P:
+    return P(*spec.dims)
+
+
+def saved_leaves(manager: StateManager, form: StateLayout, where: Callable[[int], Where]) -> SavedLeaves:
+    """Return the leaves of a checkpoint of a state with this layout.
+
+    Args:
+        manager: the step.
+        form: layout of the state.
+        where: returns the ranks that hold the held tensor of an index.
+    """
+    markers = _Markers(form)
+    leaves = [
+        markers.new(look.shape, look.dtype, _Source((index,)))
+        if isinstance(look, TensorSignature)
+        else _Constant(index)
+        for index, look in enumerate(form.looks)
+    ]
+    params, state, added = manager.full(form, leaves, markers.of_vector, markers.join)
+    found = [("params", key, leaf) for key, leaf in _named(params)]
+    found += [("optimizer", key, leaf) for key, leaf in _named(state)]
+    found += [("optimizer", f"~{name}/{key}", leaf) for name, each in added.items() for key, leaf in _named(each)]
+    tensors = [markers.layout(kind, key, leaf, where) for kind, key, leaf in found if isinstance(leaf, torch.Tensor)]
+    numbers = {f"{kind}/{key}": leaf.index for kind, key, leaf in found if isinstance(leaf, _Constant)}
+    stored, _ = form.trees(leaves)
+    if manager.stacks is not None:
+        stored = manager.stacks.restack(stored, markers.join)
+    covered = {index for leaf in tensors for piece in leaf.pieces for index in piece.held}
+    rounded = [
+        markers.layout("params", key, leaf, where)
+        for key, leaf in _named(stored)
+        if isinstance(leaf, torch.Tensor) and not covered.issuperset(markers.source(leaf).held)
+    ]
+    return SavedLeaves(tuple(tensors), tuple(rounded), numbers, params)
+
+
+def _named(tree: PyTree) -> list[tuple[str, Any]]:
+    return list(zip(tree_keys(tree), optree.tree_leaves(tree), strict=True))

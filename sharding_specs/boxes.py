@@ -1,0 +1,166 @@
+"""Boxes of a tensor: the parts of it that a rank holds, and the ranks that hold a part."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from .mesh import Mesh
+from .spec import P
+
+__all__ = ["Box", "boxes_of_run", "holders", "rank_boxes"]
+
+
+class Box(NamedTuple):
+    """Box of a tensor: its first index and its size along each dim.
+
+    >>> Box((0, 2), (4, 3)).intersection(Box((2, 0), (4, 4)))
+    Box(start=(2, 2), size=(2, 2))
+
+    Args:
+        start: first index along each dim.
+        size: size along each dim.
+    """
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Slices that index the box in the tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+
+    def intersection(self, other: Box) -> Box | None:
+        """Return the common part of two boxes; None if it is empty."""
+        start = tuple(map(max, self.start, other.start))
+        stops = map(min, self._stop(), other._stop())
+        size = tuple(stop - first for first, stop in zip(start, stops, strict=True))
+        return None if any(length <= 0 for length in size) else Box(start, size)
+
+    def within(self, other: Box) -> Box:
+        """Return the same box with indices relative to the start of another box."""
+        return Box(tuple(mine - its for mine, its in zip(self.start, other.start, strict=True)), self.size)
+
+    def _stop(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.start, self.size, strict=True))
+
+
+def rank_boxes(shape: Sequence[int], spec: P, mesh: Mesh, coordinates: Mapping[str, int]) -> Iterator[tuple[Box, Box]]:
+    """Yield the boxes of a tensor that a rank holds, without padding, each with its box in the rank's shard.
+
+    >>> next(rank_boxes((8, 2), P("data"), Mesh(data=4), {"data": 1}))
+    (Box(start=(2, 0), size=(2, 2)), Box(start=(0, 0), size=(2, 2)))
+    >>> [box.start for box, _ in rank_boxes((6,), P((3, "tensor")), Mesh(tensor=2), {"tensor": 1})]
+    [(1,), (3,), (5,)]
+
+    Args:
+        shape: the global shape.
+        spec: spec of the tensor. A dim that its axes do not divide is padded at the end.
+        mesh: the mesh.
+        coordinates: index of the rank along each axis of the spec.
+    """
+    factors = [*spec.dims, *[()] * (len(shape) - len(spec.dims))]
+    dims = [_ranges(size, dim, mesh, coordinates) for size, dim in zip(shape, factors, strict=True)]
+    for ranges in itertools.product(*dims):
+        whole, local, size = zip(*ranges, strict=True) if ranges else ((), (), ())
+        yield Box(whole, size), Box(local, size)
+
+
+def _ranges(
+    size: int, factors: Sequence[str | int], mesh: Mesh, coordinates: Mapping[str, int]
+) -> list[tuple[int, int, int]]:
+    """Return (start, start in the shard, length) for each range of one dim that a rank holds."""
+    counts = [mesh.axis_size(f) if isinstance(f, str) else f for f in factors]
+    block = -(-size // math.prod(counts))
+    indices = [[coordinates[f]] if isinstance(f, str) else range(f) for f in factors]
+    found: list[tuple[int, int, int]] = []
+    for local, digits in enumerate(itertools.product(*indices)):
+        number = 0
+        for digit, count in zip(digits, counts, strict=True):
+            number = number * count + digit
+        start, stop = number * block, min((number + 1) * block, size)
+        if found and sum(found[-1][::2]) == start < stop:  # blocks of an axis with one rank are adjacent
+            found[-1] = (*found[-1][:2], stop - found[-1][0])
+        elif start < stop:
+            found.append((start, local * block, stop - start))
+    return found
+
+
+def holders(box: Box, shape: Sequence[int], spec: P, mesh: Mesh) -> Iterator[dict[str, int]]:
+    """Yield the coordinates, along the axes of the spec, of the ranks that hold a part of a box.
+
+    The work is proportional to the number of blocks that the box cuts, whatever the size of the mesh.
+
+    >>> list(holders(Box((3,), (2,)), (8,), P("data"), Mesh(data=4)))
+    [{'data': 1}, {'data': 2}]
+
+    Args:
+        box: a box of the tensor.
+        shape, spec, mesh: as for `rank_boxes`.
+    """
+    dims = [
+        _coordinates(start, length, size, dim, mesh)
+        for start, length, size, dim in zip(box.start, box.size, shape, spec.dims, strict=False)
+    ]
+    for found in itertools.product(*dims):
+        yield {axis: index for coordinates in found for axis, index in coordinates}
+
+
+def _coordinates(
+    start: int, length: int, size: int, factors: Sequence[str | int], mesh: Mesh
+) -> list[tuple[tuple[str, int], ...]]:
+    counts = [mesh.axis_size(f) if isinstance(f, str) else f for f in factors]
+    block = -(-size // math.prod(counts))
+    found: dict[tuple[tuple[str, int], ...], None] = {}
+    for number in range(start // block, -(-(start + length) // block)):
+        digits = []
+        for factor, count in zip(reversed(factors), reversed(counts), strict=True):
+            number, digit = divmod(number, count)
+            if isinstance(factor, str):
+                digits.append((factor, digit))
+        found[tuple(digits)] = None
+    return list(found)
+
+
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> list[tuple[int, Box]]:
+    """Cut a range of the elements of a tensor, in row-major order, into boxes: at most 2n - 1 for n dims.
+
+    >>> boxes_of_run((4, 3), 2, 10)
+    [(2, Box(start=(0, 2), size=(1, 1))), (3, Box(start=(1, 0), size=(2, 3))), (9, Box(start=(3, 0), size=(1, 1)))]
+
+    Args:
+        shape: shape of the tensor.
+        start, stop: the first element and the one after the last.
+
+    Returns:
+        The first element of each box, and the box.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [(start, Box((), ()))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # full rows
+    if first > last:  # within one row
+        return _in_row(shape, last, start, stop)
+    middle = []
+    if first < last:
+        middle = [(first * row, Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))]
+    return [
+        *_in_row(shape, first - 1, start, first * row),
+        *middle,
+        *_in_row(shape, last, last * row, stop),
+    ]
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[tuple[int, Box]]:
+    begin = row * math.prod(shape[1:])
+    found = boxes_of_run(shape[1:], start - begin, stop - begin)
+    return [(begin + at, Box((row, *box.start), (1, *box.size))) for at, box in found]

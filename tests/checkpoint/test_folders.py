@@ -1,0 +1,197 @@
+"""Folders of runs: a second run, a full disk, a lost rank, hosts that do not share them; and saving in a loop."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import functional_parallel as fp
+from functional_parallel.checkpoint import saving
+from functional_parallel.checkpoint.disk import Disk
+from functional_parallel.errors import CheckpointError
+from sharding_specs import Mesh
+
+from ..processes import run_on_processes
+
+PARAMS = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3)}
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"] + p["b"]).square().mean()
+
+
+def step_of(mesh: Mesh) -> Any:
+    return fp.train_step(loss, fp.optim.sgd(0.1, momentum=0.9), mesh, fp.zero(3, "data"), reduction="ordered")
+
+
+@pytest.fixture(scope="module")
+def train() -> Any:
+    return step_of(Mesh(data=2))
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir() if each.name != ".lock")
+
+
+_OTHER = """
+import sys, time, pathlib
+from functional_parallel.checkpoint.disk import Disk
+from functional_parallel.checkpoint.folder import RunFolder
+RunFolder.of(Disk(), pathlib.Path(sys.argv[1]), "other")
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_ends(train: Any, tmp_path: Path) -> None:
+    state = train.init(PARAMS)
+    with subprocess.Popen([sys.executable, "-c", _OTHER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        with pytest.raises(CheckpointError, match=rf"another run writes checkpoints here .process {other.pid} on"):
+            train.save(state, tmp_path)
+        state, _ = train(state, torch.ones(2, 4))  # training goes on
+        other.kill()
+        other.wait()
+    train.save(state, tmp_path)
+    assert steps(tmp_path) == ["step_00000001"]
+
+
+def test_a_run_that_lost_its_folder_does_not_commit(train: Any, tmp_path: Path) -> None:
+    train.save(train.init(PARAMS), tmp_path)
+    (tmp_path / ".lock").write_text("process 1 on elsewhere, run other")  # where locks do not work
+    with pytest.raises(CheckpointError, match=r"another run has taken this folder over .process 1 on elsewhere"):
+        train.save(train.init(PARAMS), tmp_path)
+
+
+class _Full(Disk):
+    """A disk with room for small files only."""
+
+    def create(self, path: Path, size: int) -> Any:
+        if path.suffix == ".safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return super().create(path, size)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = train.init(PARAMS)
+    train.save(state, tmp_path)
+    monkeypatch.setattr(saving, "Disk", _Full)
+    state, _ = train(state, torch.ones(2, 4))
+    with pytest.raises(CheckpointError, match=r"shard-00001-model-00001-of-00001.safetensors: No space left"):
+        train.save(state, tmp_path)
+    assert steps(tmp_path) == ["step_00000000"]
+    monkeypatch.undo()
+    train.save(state, tmp_path)
+    assert steps(tmp_path) == ["step_00000000", "step_00000001"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(train: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        train.save(train.init(PARAMS), tmp_path / "file")
+
+
+def test_no_checkpoint(train: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint; no such folder"):
+        train.restore(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="no step has been committed there"):
+        train.restore(tmp_path)
+    train.save(train.init(PARAMS), tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has those of steps 0"):
+        train.restore(tmp_path, step=7)
+
+
+def a_rank_fails(rank: int, folder: str) -> list[str]:
+    train, found = step_of(Mesh(data=2)), []
+    state = train.init(PARAMS)
+    if rank:
+        saving.Disk = _Full  # type: ignore[misc]
+    try:
+        train.save(state, folder)
+    except CheckpointError as error:
+        found.append(str(error))
+    saver = fp.checkpoint.Saver(folder)
+    saver(train, state)
+    saving.Disk = Disk  # type: ignore[misc]
+    state, _ = train(state, torch.ones(2, 4))
+    try:
+        saver(train, state)
+    except CheckpointError as error:
+        found.append(str(error))
+    saver(train, state)
+    saver.wait()
+    return [*found, *steps(Path(folder))]
+
+
+def test_a_rank_that_cannot_write_is_reported_on_all(tmp_path: Path) -> None:
+    first, second = run_on_processes(a_rank_fails, 2, str(tmp_path))
+    assert first == second and len(first) == 3
+    assert "rank 1: " in first[0] and "shard-00002" in first[0] and "No space left" in first[1]
+    assert first[2] == "step_00000001"
+
+
+def not_shared(rank: int, folder: str) -> str:
+    train = step_of(Mesh(data=2))
+    with pytest.raises(CheckpointError) as caught:
+        train.save(train.init(PARAMS), Path(folder) / str(rank))
+    return str(caught.value)
+
+
+def test_hosts_that_do_not_share_the_folder(tmp_path: Path) -> None:
+    for message in run_on_processes(not_shared, 2, str(tmp_path)):
+        assert "rank 1: " in message and "must be shared by all hosts" in message
+
+
+class _Slow(Disk):
+    def sync(self, descriptor: int) -> None:
+        time.sleep(0.3)
+        super().sync(descriptor)
+
+
+def test_a_saver_skips_or_waits(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "Disk", _Slow)
+    for busy, expected in (("skip", [True, False, False]), ("wait", [True, True, True])):
+        state, folder = train.init(PARAMS), tmp_path / busy
+        with fp.checkpoint.Saver(folder, busy=busy, keep=2) as saver:
+            saved = []
+            for _ in range(3):
+                state, _ = train(state, torch.ones(2, 4))
+                saved.append(saver(train, state))
+        assert saved == expected
+        assert steps(folder) == (["step_00000001"] if busy == "skip" else ["step_00000002", "step_00000003"])
+        restored = train.restore(folder)
+        assert restored.step == (1 if busy == "skip" else 3)
+
+
+def test_an_asynchronous_save_has_the_values_of_its_step(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "Disk", _Slow)
+    state = train.init(PARAMS)
+    with fp.checkpoint.Saver(tmp_path) as saver:
+        saver(train, state)
+        for _ in range(3):
+            state, _ = train(state, torch.ones(2, 4))  # donated
+    assert torch.equal(train.params(train.restore(tmp_path))["w"], PARAMS["w"])
+
+
+def test_arguments(train: Any, tmp_path: Path) -> None:
+    state = train.init(PARAMS)
+    with pytest.raises(ValueError, match=r"every=0"):
+        fp.checkpoint.Saver(tmp_path, every=0)
+    with pytest.raises(ValueError, match="busy='never'"):
+        fp.checkpoint.Saver(tmp_path, busy="never")
+    with pytest.raises(TypeError, match=r"extra=.* a checkpoint has what JSON can hold"):
+        train.save(state, tmp_path, extra={"x": torch.ones(1)})
+    with pytest.raises(TypeError, match=r"give the fp.Position"):
+        train.save(state, tmp_path, data=3)
