@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..ir import RESHAPES, Aval, Traced, info, set_info, simplify, update_info
-from ..rules import fuse_cross_entropy, note_enumerated
+from ..rules import cross_entropy
+from ..tracing import assume_constants, constant_in
 
 __all__ = ["prepare"]
 
@@ -26,6 +28,7 @@ _PRODUCTS = {
     aten.addmv.default: aten.mv.default,
     aten.baddbmm.default: aten.bmm.default,
 }
+_INDEXING = (aten.index.Tensor, aten.index_put.default)
 
 
 def prepare(traced: Traced) -> Traced:
@@ -40,8 +43,8 @@ def prepare(traced: Traced) -> Traced:
         elif node.target is aten.cat.default:
             _drop_empty(node)
     simplify(traced)
-    fuse_cross_entropy(traced)
-    note_enumerated(traced)
+    _fuse_cross_entropy(traced)
+    _note_enumerated(traced)
     traced.seal()
     return traced
 
@@ -136,3 +139,54 @@ def _call(
     if aval is not None:
         update_info(created, val=aval)
     return created
+
+
+def _fuse_cross_entropy(traced: Traced) -> None:
+    """Replace each `nll_loss(log_softmax(z))` of a graph by one `cross_entropy(z)`."""
+    for node in traced.nodes:
+        if node.target is not aten.nll_loss_forward.default:
+            continue
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or source.target is not aten._log_softmax.default or source.args[2]:
+            continue
+        if source.args[1] in (-1, info(source).aval.ndim - 1):
+            node.target = cross_entropy
+            node.args = (source.args[0], *node.args[1:])
+
+
+def _note_enumerated(traced: Traced) -> None:
+    """Store in the info of every indexing op the dims that its indices enumerate.
+
+    `x[torch.arange(len(x)), labels]` takes one element of every row. The rule of indexing lets such a dim stay sharded.
+    Each rank then enumerates the rows of its shard from 0.
+    """
+    known: dict[fx.Node, Any] = {}
+    for node in traced.nodes:
+        if node.target in _INDEXING:
+            found = tuple(_enumerated(traced, node, known).items())
+            if found:
+                update_info(node, enumerated=found)
+
+
+def _enumerated(traced: Traced, node: fx.Node, known: dict[fx.Node, Any]) -> dict[int, int]:
+    """Map each dim of x that an index enumerates to the dim of the broadcast indices along which it does so."""
+    x = info(node.args[0]).aval.shape
+    indices = {dim: index for dim, index in enumerate(node.args[1]) if index is not None}
+    avals = {dim: info(index).aval for dim, index in indices.items()}
+    if any(aval.dtype == torch.bool for aval in avals.values()):
+        return {}
+    ndim = max(len(aval.shape) for aval in avals.values())
+    found: dict[int, int] = {}
+    for dim, index in indices.items():
+        shape = avals[dim].shape
+        along = [k for k, size in enumerate(shape, ndim - len(shape)) if size == x[dim]]
+        value = constant_in(traced, index, known) if along else None
+        if value is None:
+            continue
+        for k in along:
+            column = torch.arange(x[dim]).reshape([-1 if each == k else 1 for each in range(ndim)])
+            if k not in found.values() and bool((value == column).all()):
+                found[dim] = k
+                assume_constants(traced, index)
+                break
+    return found

@@ -16,8 +16,7 @@ from torch.fx.node import Argument
 from ...ir import info
 from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..texts import linear_text, ndim_of, pattern, pointwise_text
-from .batched import all_whole_text, batched_text
+from ..texts import all_whole_text, batched_text, linear_text, ndim_of, pattern, pointwise_text
 
 aten = torch.ops.aten
 

@@ -20,8 +20,7 @@ from ..axis_layout import REPLICATED, Shard
 from ..convert import convert
 from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..texts import dim_names, dim_of, ndim_of, pattern
-from .batched import all_whole_text
+from ..texts import all_whole_text, dim_names, dim_of, ndim_of, pattern
 
 aten = torch.ops.aten
 

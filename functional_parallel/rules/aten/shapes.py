@@ -15,8 +15,7 @@ from ..axis_layout import REDUCED, REPLICATED, AxisLayout, Shard
 from ..decide import OpSharding
 from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..texts import along_text, dim_names, dim_of, ndim_of, pattern, results_of, whole_along
-from .batched import batched_text
+from ..texts import along_text, batched_text, dim_names, dim_of, ndim_of, pattern, results_of, whole_along
 
 aten = torch.ops.aten
 

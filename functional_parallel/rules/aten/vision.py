@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from ...tracing import Replaced, intercept
 from ..registry import Rule, rule
-from ..texts import ndim_of
-from .batched import batched_text
+from ..texts import batched_text, ndim_of
 
 aten = torch.ops.aten
 
