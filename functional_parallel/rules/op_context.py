@@ -35,11 +35,6 @@ class OpContext:
     is_on_owner: bool = False  # after the op has run: whether only the owner has its results
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.parts.ranks
-
-    @property
     def where(self) -> str:
         """The op and its source line, for messages."""
         return where(self.node)
