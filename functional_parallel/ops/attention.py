@@ -15,16 +15,13 @@ from torch import Tensor, fx
 
 from .. import _torch, random
 from .. import collectives as fp
-from ..ir import info, register_differentiable, tensor_operands
+from ..ir import define_op, info, tensor_operands
 from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
 from ..tracing import intercept
 
 __all__ = ["attention"]
 
 Mask = Tensor | None
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> Tensor")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None) -> Tensor:
@@ -102,7 +99,7 @@ def _recorded(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None, dropout: float
 ) -> Tensor:
     """Record attention as one op. A call with dropout was already intercepted by `_with_dropout`."""
-    recorded: Tensor = torch.ops.fp.attention(q, k, v, mask, is_causal, scale)
+    recorded: Tensor = _OP(q, k, v, mask, is_causal, scale)
     return recorded
 
 
@@ -122,9 +119,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: f
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-_library.impl("attention", attention, "CompositeExplicitAutograd")
-torch.library.register_fake("fp::attention", _fake, lib=_library)
-register_differentiable(torch.ops.fp.attention.default, attention)
+_SCHEMA = "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> Tensor"
+_OP = define_op(_SCHEMA, attention, _fake, attention)
 
 
 # --- The rule ---
@@ -178,4 +174,4 @@ def _local(
     return step.run(q, k, v, mask, is_causal, scale)
 
 
-rule([torch.ops.fp.attention.default], Rule(_text, _local, _decide))
+rule([_OP], Rule(_text, _local, _decide))
