@@ -66,11 +66,8 @@ def _can_turn(node: fx.Node, outputs: list[object]) -> bool:
             and _can_turn(each, outputs)
             for index, each in enumerate(node.args)
         )
-    return _is_through(node) and _can_turn(node.args[0], outputs)
-
-
-def _is_through(node: fx.Node) -> bool:
-    return primitive_name(node) in ("pcast", "psum", "psum_scatter") or node.target is aten._to_copy.default
+    is_through = primitive_name(node) in ("pcast", "psum", "psum_scatter") or node.target is aten._to_copy.default
+    return is_through and _can_turn(node.args[0], outputs)
 
 
 def _turn(graph: fx.Graph, node: fx.Node) -> None:
@@ -93,6 +90,6 @@ def _turned(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if node.op == "call_function" and _turns(node):
         return node.args[0]
     view = graph.call_function(aten.t.default, (node,))
-    set_info(view, replace(info(node), val=replace(info(node).aval, shape=info(node).aval.shape[::-1])))
-    update_info(view, backward=True)
+    aval = replace(info(node).aval, shape=info(node).aval.shape[::-1])
+    set_info(view, replace(info(node), val=aval, backward=True))
     return view
