@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..ir import RESHAPES, Aval, Traced, info, set_info, simplify, update_info
+from ..ir import RESHAPES, Aval, Traced, info, simplify, update_info
 from ..rules import cross_entropy
 from ..tracing import assume_constants, constant_in
 
@@ -65,9 +66,7 @@ def _split_convolution(traced: Traced, node: fx.Node) -> None:
     aval = info(node).aval
     with traced.graph.inserting_before(node):
         product = _call(traced, node, aten.convolution.default, (x, weight, None, *rest))
-        shape = (-1 if dim == 1 else 1 for dim in range(aval.ndim))
-        sizes = [aval.shape[1] if size == -1 else 1 for size in shape]
-        column = _call(traced, node, aten.view.default, (bias, sizes), Aval(tuple(sizes), aval.dtype, aval.device))
+        column = _viewed(traced, node, bias, tuple(size if dim == 1 else 1 for dim, size in enumerate(aval.shape)))
         total = _call(traced, node, aten.add.Tensor, (product, column))
     traced.replace(node, total)
 
@@ -81,7 +80,8 @@ def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
     with traced.graph.inserting_before(node):
         if scores.target is aten._log_softmax.default and scores.args[1] == 1:
             rows = _rows(traced, node, scores.args[0])
-            rows = _call(traced, node, aten._log_softmax.default, (rows, 1, scores.args[2]), _like(rows, scores))
+            aval = replace(info(scores).aval, shape=info(rows).aval.shape)
+            rows = _call(traced, node, aten._log_softmax.default, (rows, 1, scores.args[2]), aval)
         else:
             rows = _rows(traced, node, scores)
         flat = _viewed(traced, node, target, (math.prod(pixels),))
@@ -109,13 +109,7 @@ def _rows(traced: Traced, like: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _viewed(traced: Traced, like: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    aval = info(x).aval
-    return _call(traced, like, aten.view.default, (x, list(shape)), Aval(tuple(shape), aval.dtype, aval.device))
-
-
-def _like(rows: fx.Node, scores: fx.Node) -> Aval:
-    aval = info(scores).aval
-    return Aval(info(rows).aval.shape, aval.dtype, aval.device)
+    return _call(traced, like, aten.view.default, (x, list(shape)), replace(info(x).aval, shape=shape))
 
 
 def _drop_empty(node: fx.Node) -> None:
@@ -134,11 +128,7 @@ def _scaled(traced: Traced, node: fx.Node, value: fx.Node, factor: fx.node.Argum
 def _call(
     traced: Traced, like: fx.Node, op: fx.node.Target, args: tuple[fx.node.Argument, ...], aval: Aval | None = None
 ) -> fx.Node:
-    created = traced.graph.call_function(op, args)
-    set_info(created, info(like))
-    if aval is not None:
-        update_info(created, val=aval)
-    return created
+    return traced.call(op, args, info(like) if aval is None else replace(info(like), val=aval))
 
 
 def _fuse_cross_entropy(traced: Traced) -> None:

@@ -95,12 +95,7 @@ def run_partitioned(
     run = _ShardInterpreter(axis, cut, strict, owner)
     run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
     with explicit_casts():
-        for node in traced.graph.nodes:
-            if node.op == "get_attr":
-                run.values[node] = PartitionedValue(REPLICATED, traced.constants[node.target])
-            elif node.op == "call_function":
-                with at_source(source_of(node)):
-                    run.compute(node)
+        run.run(traced)
         return run.results(traced.outputs, out_places)
 
 
@@ -109,6 +104,14 @@ class _ShardInterpreter:
         self.axis, self.cut, self.strict, self.owner = axis, cut, strict, owner
         self.values: dict[fx.Node, Any] = {}
         self.stands_for: dict[fx.Node, fx.Node] = {}  # inputs of a graph that replaces an op → operands of the op
+
+    def run(self, traced: Traced) -> None:
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                self.values[node] = PartitionedValue(REPLICATED, traced.constants[node.target])
+            elif node.op == "call_function":
+                with at_source(source_of(node)):
+                    self.compute(node)
 
     def compute(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -148,13 +151,9 @@ class _ShardInterpreter:
         traced = decomposed(node)
         if traced is None:
             return False
-        for inner in traced.graph.nodes:
-            if inner.op == "get_attr":
-                self.values[inner] = PartitionedValue(REPLICATED, traced.constants[inner.target])
         for inner, operand in zip(traced.inputs, tensor_operands(node), strict=True):
             self.values[inner], self.stands_for[inner] = self.values[operand], self.stands_for.get(operand, operand)
-        for inner in traced.nodes:
-            self.compute(inner)
+        self.run(traced)
         values = [self.values[output] if isinstance(output, fx.Node) else output for output in traced.outputs]
         self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
         return True
@@ -194,7 +193,7 @@ class _ShardInterpreter:
                 return leaf
             index, (operand, required) = next(remaining)
             if completed and self.values[operand].place == REDUCED:
-                return self._with_whole_gradient(operand)
+                return self._replicated(self.values[operand])
             part = self._in_form(operand, whole if isinstance(required, (Replicated, Reduced)) else required)
             return mask_duplicates(part, required, self.axis, self.cut) if index in decision.masked else part
 
@@ -219,19 +218,15 @@ class _ShardInterpreter:
                     value.forms[form] = self._converted(value, form)
         return value.forms[form]
 
-    def _with_whole_gradient(self, node: fx.Node) -> torch.Tensor:
-        """Convert a Reduced value to Invariant, once for all ops that need it."""
-        value: PartitionedValue = self.values[node]
+    def _replicated(self, value: PartitionedValue) -> torch.Tensor:
+        """Complete partial sums, or convert a Reduced value to Invariant, once for all ops that need it."""
         if REPLICATED not in value.forms:
-            value.forms[REPLICATED] = convert(value.part, REDUCED, REPLICATED, self.axis, self.cut)
+            value.forms[REPLICATED] = convert(value.part, value.place, REPLICATED, self.axis, self.cut)
         return value.forms[REPLICATED]
 
     def _converted(self, value: PartitionedValue, form: TargetLayout) -> torch.Tensor:
         if form == REPLICATED_VARYING and value.place == PARTIAL:  # one psum for all ops that read the full value
-            whole = value.forms.get(REPLICATED)
-            if whole is None:
-                whole = value.forms[REPLICATED] = convert(value.part, PARTIAL, REPLICATED, self.axis, self.cut)
-            return convert(whole, REPLICATED, REPLICATED_VARYING, self.axis, self.cut)
+            return convert(self._replicated(value), REPLICATED, REPLICATED_VARYING, self.axis, self.cut)
         return convert(value.part, value.place, form, self.axis, self.cut)
 
     def _sliced(self, node: fx.Node, value: PartitionedValue, form: Shard) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import Type
-from ..ir import REARRANGEMENTS, Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
+from ..ir import REARRANGEMENTS, Aval, NodeInfo, Traced, info, operands_of, primitive_name, update_info
 from ..ops import PACK, UNPACK
 from .base import Phase, ProgramPass
 from .gathers import layer_of_gather
@@ -66,9 +66,8 @@ class Buckets(ProgramPass):
             following.update(bucket.add(node))
             if bucket.bytes >= (full if bucket.is_of_a_layer else full_of_gradients):
                 open_.pop(key).send(traced, mesh, before=node.next)
-        last = next(node for node in reversed(list(traced.graph.nodes)) if node.op == "output")
         for bucket in open_.values():
-            bucket.send(traced, mesh, before=last)
+            bucket.send(traced, mesh, before=traced.graph.output_node())
 
 
 def _auto_size(traced: Traced) -> int:
@@ -242,9 +241,7 @@ def _write(
     shape: tuple[int, ...],
     aval: Aval,
 ) -> fx.Node:
-    node = traced.graph.call_function(target, args)
     known = info(like)
     val = Aval(tuple(shape), aval.dtype, aval.device)
     kept = NodeInfo(val, known.source, known.type or Type(), known.backward, known.no_grad, phase=known.phase)
-    set_info(node, kept)
-    return node
+    return traced.call(target, args, kept)

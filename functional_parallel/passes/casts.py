@@ -13,7 +13,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name, set_info, update_info
+from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
 from .swap import REARRANGED, is_cast
 
@@ -44,9 +44,9 @@ class CastBeforeGather(ProgramPass):
     def _swap(self, traced: Traced, gather: fx.Node, casts: list[fx.Node]) -> None:
         operand = gather.args[0]
         with traced.graph.inserting_before(gather):
-            moved = traced.graph.call_function(aten._to_copy.default, (operand,), {"dtype": self.dtype})
-        set_info(moved, replace(info(casts[0]), type=info(operand).type))
-        update_info(moved, val=replace(info(operand).aval, dtype=self.dtype))
+            aval = replace(info(operand).aval, dtype=self.dtype)
+            known = replace(info(casts[0]), type=info(operand).type, val=aval)
+            moved = traced.call(aten._to_copy.default, (operand,), known, {"dtype": self.dtype})
         for node in _views(gather):
             update_info(node, val=replace(info(node).aval, dtype=self.dtype))
         gather.args = (moved, *gather.args[1:])

@@ -16,7 +16,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name, set_info, update_info
+from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
 from .swap import commutes_with_sum, is_cast
 
@@ -131,6 +131,5 @@ def _source_of_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
 
 
 def _to(traced: Traced, value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    node = traced.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
-    set_info(node, replace(info(like), type=info(value).type, val=replace(info(value).aval, dtype=dtype)))
-    return node
+    known = replace(info(like), type=info(value).type, val=replace(info(value).aval, dtype=dtype))
+    return traced.call(aten._to_copy.default, (value,), known, {"dtype": dtype})
