@@ -99,7 +99,6 @@ _like(aten.randint_like.low_dtype, "torch.randint_like", _integers)
 
 @intercept_op(aten.randperm.default)
 def _randperm(n: int, *, dtype: torch.dtype = torch.int64, device: torch.device | None = None, **_: _Unused) -> Tensor:
-    """Return the sort order of n drawn numbers."""
     drawn = _uniform("torch.randperm", torch.empty(n, dtype=torch.float64, device=device))
     return drawn.argsort(stable=True).to(dtype)
 

@@ -49,7 +49,6 @@ def _parts(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int]) 
 def _unpack_into(
     target: torch.Tensor, packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int
 ) -> torch.Tensor:
-    """Unpack a tensor like `_unpack`, into the existing tensor `target`."""
     target.unflatten(dim, (parts, -1)).copy_(_parts(packed, parts, offset, shape).movedim(0, dim))
     return target
 

@@ -61,7 +61,6 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """Return a value and all views of it."""
     found = [node]
     for each in found:
         found += [user for user in each.users if _is_view(user)]

@@ -126,7 +126,6 @@ def _is_end_to_end(node: fx.Node, parts: set[fx.Node]) -> bool:
 
 
 def _source_of_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
-    """Return the operand of a cast if it has the given dtype, else None."""
     return node.args[0] if is_cast(node) and info(node.args[0]).aval.dtype == dtype else None
 
 

@@ -138,7 +138,6 @@ class _Unroll:
             own[node] = self._copy(node, own)
 
     def _provide(self, value: fx.Node, microbatch: int) -> None:
-        """Make a value available to one microbatch."""
         own = self.own[microbatch]
         if value in own:
             return

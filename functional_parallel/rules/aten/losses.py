@@ -143,7 +143,6 @@ _ELEMENTWISE = {  # position of the argument `reduction` of the op
 
 
 def _losses_shape(node: fx.Node) -> tuple[int, ...]:
-    """Shape of the losses of all elements."""
     return tuple(torch.broadcast_shapes(*(info(operand).aval.shape for operand in tensor_operands(node))))
 
 

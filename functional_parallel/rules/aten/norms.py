@@ -88,7 +88,6 @@ def batch_norm(
 
 
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int]) -> Tensor:
-    """Multiply by a weight and add a bias per channel, if given."""
     x = x * weight.reshape(shape) if weight is not None else x
     return x + bias.reshape(shape) if bias is not None else x
 
