@@ -19,6 +19,7 @@ from ..collectives import DimSplit
 from ..errors import PartitionError, PartitionWarning
 from ..functions import PyTree
 from ..ir import (
+    RESHAPES,
     Aval,
     Traced,
     at_source,
@@ -51,12 +52,15 @@ from ..rules import (
     TargetLayout,
     choose_sharding,
     convert,
+    factor_sizes,
+    find_factor,
     lookup,
     mask_duplicates,
     parse_rule,
+    placed,
+    reshaped_place,
 )
 from .decompose import decomposed
-from .slicing import split_backwards
 
 __all__ = ["PartitionedValue", "run_partitioned"]
 
@@ -236,7 +240,7 @@ class _ShardInterpreter:
         gradient of the parameter is needed. The full value is then dead code, unless another op uses it.
         """
         is_op = node.op == "call_function" and node.target is not operator.getitem
-        source = split_backwards(self._step(node), form) if is_op else None
+        source = _split_backwards(self._step(node), form) if is_op else None
         if source is None:
             return self._converted(value, form)
         step, rule = source
@@ -331,3 +335,42 @@ def _over_ranks(extremum: str, part: torch.Tensor, axis: str) -> torch.Tensor:
     holds = part == best
     share = holds.to(part.dtype) / fp.pvary(fp.psum(holds.to(part.dtype), axis), axis)
     return best + fp.psum(torch.where(holds & part.isfinite(), part - best, 0) * share, axis)
+
+
+# --- Slices of operands that give a slice of the result: the rule of an op, read from right to left ---
+
+
+def _split_backwards(step: OpContext, form: Shard) -> tuple[OpContext, Rule] | None:
+    """Return a step that computes a slice of a result from slices of replicated operands, or None without a rule."""
+    rule = lookup(step.node.target)
+    if rule is None or len(step.results) != 1 or any(operand.place != REPLICATED for operand in step.operands):
+        return None
+    if step.node.target in RESHAPES:
+        decision = _through_view(step, form)
+    else:
+        decision = _through_text(step, rule, form) if rule.text is not None and not rule.casts else None
+    return None if decision is None else (replace(step, decision=decision), rule)
+
+
+def _through_view(step: OpContext, form: Shard) -> OpSharding | None:
+    before, after = step.operands[0].aval.shape, step.result().shape
+    place = reshaped_place(after, before, form, step.parts)
+    if not isinstance(place, Shard) or reshaped_place(before, after, place, step.parts) != form:
+        return None
+    return OpSharding((place,), (form,))
+
+
+def _through_text(step: OpContext, rule: Rule, form: Shard) -> OpSharding | None:
+    text = parse_rule(rule.text_for(step.node))
+    fits = [pattern.fit(op.aval.shape, step.where) for pattern, op in zip(text.operands, step.operands, strict=True)]
+    result = text.results[0].fit(step.result().shape, step.where)
+    sizes = factor_sizes(fits, step.operands, step.where)
+    sizes.update({names[0]: n for names, n in zip(result, step.result().shape, strict=True) if len(names) == 1})
+    choice = find_factor(result, form, sizes, step.parts)
+    if choice is None or text.marks.get(choice.factor):
+        return None
+    known = any(choice.factor in names for fit in fits for names in fit)
+    if not known and not step.node.target._schema.name.endswith("::expand"):
+        return None
+    required = tuple(placed(fit, choice, sizes) or REPLICATED for fit in fits)
+    return OpSharding(required, (form,), choice)
