@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir import RESHAPES, Aval, Traced, info, simplify, update_info
+from ..ir import RESHAPES, Args, Aval, Traced, info, simplify, update_info
 from ..rules import cross_entropy
 from ..tracing import assume_constants, constant_in
 
@@ -103,7 +103,7 @@ def _rows(traced: Traced, like: fx.Node, x: fx.Node) -> fx.Node:
     """Reshape `(n, c, …)` to `(n · …, c)`."""
     aval = info(x).aval
     order = [0, *range(2, aval.ndim), 1]
-    turned = Aval(tuple(aval.shape[dim] for dim in order), aval.dtype, aval.device)
+    turned = replace(aval, shape=tuple(aval.shape[dim] for dim in order))
     last = _call(traced, like, aten.permute.default, (x, order), turned)
     return _viewed(traced, like, last, (math.prod(turned.shape[:-1]), turned.shape[-1]))
 
@@ -125,9 +125,7 @@ def _scaled(traced: Traced, node: fx.Node, value: fx.Node, factor: fx.node.Argum
     return value if factor == 1 else _call(traced, node, aten.mul.Tensor, (value, factor), info(value).aval)
 
 
-def _call(
-    traced: Traced, like: fx.Node, op: fx.node.Target, args: tuple[fx.node.Argument, ...], aval: Aval | None = None
-) -> fx.Node:
+def _call(traced: Traced, like: fx.Node, op: fx.node.Target, args: Args, aval: Aval | None = None) -> fx.Node:
     return traced.call(op, args, info(like) if aval is None else replace(info(like), val=aval))
 
 

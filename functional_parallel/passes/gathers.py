@@ -96,7 +96,8 @@ class Placement:
 
         A gather does not start before the last use of an earlier copy of the same parameter.
         """
-        groups = [list(group) for _, group in itertools.groupby(self.gathers, key=lambda pair: _layer_key(pair[1]))]
+        by_layer = itertools.groupby(self.gathers, lambda pair: (layer_of_gather(pair[1]), info(pair[1]).backward))
+        groups = [list(group) for _, group in by_layer]  # the gathers of one layer, in one direction
         for index, group in enumerate(groups):
             gathers = [gather for _, gather in group]
             if self.prefetch:
@@ -164,10 +165,6 @@ class Placement:
         for node in after:
             after += [user for user in node.users if _is_view(user)]
         return before, sorted(after[1:], key=self.position.__getitem__)
-
-
-def _layer_key(gather: fx.Node) -> Hashable:
-    return layer_of_gather(gather), bool(info(gather).backward)
 
 
 def _recipe(gather: fx.Node) -> Hashable:
