@@ -104,7 +104,8 @@ class _Argument:
 
     def _spec_difference(self, axes: Sequence[str]) -> str | None:
         """Compare specs dim by dim, for an argument of the traced function that no op has changed."""
-        held = _spec_of(self.value)
+        node = _node_of(self.value)
+        held = info(node).spec if node is not None and node.op == "placeholder" else None
         if held is None:
             return None
         dims, padded = list(held.dims), held.padded
@@ -119,11 +120,6 @@ class _Argument:
                 )
         seen = held.replace(dims, padded=padded).only(axes)
         return None if seen == self.spec else f"{self.spec!r} is declared, but it came in as {seen!r}"
-
-
-def _spec_of(value: torch.Tensor) -> P | None:
-    node = _node_of(value)
-    return info(node).spec if node is not None and node.op == "placeholder" else None
 
 
 def _node_of(value: torch.Tensor) -> fx.Node | None:

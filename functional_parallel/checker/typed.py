@@ -32,7 +32,7 @@ def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
 
     `inputs` are the values of the inputs, followed by those of the captured tensors.
     """
-    run = _TypedInterpreter(traced)
+    run = _TypedInterpreter()
     run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
     with explicit_casts():
         for node in traced.graph.nodes:
@@ -45,7 +45,7 @@ def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
 
 
 class _TypedInterpreter:
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self) -> None:
         self.values: dict[fx.Node, Any] = {}
         self.casts: dict[tuple[Any, ...], Any] = {}
 

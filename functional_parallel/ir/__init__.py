@@ -33,7 +33,7 @@ from .source import (
     recompute_region,
     warn_at,
 )
-from .stand_ins import differentiable_form, register_differentiable
+from .stand_ins import define_op, differentiable_form, register_differentiable
 from .text import canonical_lines, first_difference, program_text
 from .trained import as_complex, as_real, is_trained
 from .variation import AxisSet, axes_of_nodes, varied_axes
@@ -66,6 +66,7 @@ __all__ = [
     "checksum",
     "count_stage_boundaries",
     "current_source",
+    "define_op",
     "differentiable_form",
     "eval_node",
     "explicit_casts",

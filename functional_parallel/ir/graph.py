@@ -13,11 +13,11 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import fx
-from torch.fx.node import Argument
+from torch.fx.node import Argument, Target
 
 from .. import _torch
 from ..collectives import primitive_of
-from .info import info, set_info, update_info
+from .info import NodeInfo, info, set_info, update_info
 from .source import Source
 
 __all__ = [
@@ -80,6 +80,12 @@ class Traced:
         )
         copied.seal()
         return copied, copies
+
+    def call(self, op: Target, args: Args, known: NodeInfo, kwargs: Kwargs | None = None) -> fx.Node:
+        """Add an op at the insertion point of the graph, with the facts about it."""
+        node = self.graph.call_function(op, args, kwargs)
+        set_info(node, known)
+        return node
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:
         """Replace `node` by another value, also in the outputs, and erase `node`."""

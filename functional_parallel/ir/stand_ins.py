@@ -1,4 +1,4 @@
-"""Differentiable forms of library ops. A library op does not have a derivative under torch.func.
+"""Library ops and their differentiable forms. A library op does not have a derivative under torch.func.
 
 A trace records the op. A run of the graph that may be differentiated calls the differentiable form instead. This is a
 torch.autograd.Function that calls the op. For an op that exists only for speed, it is the formula in torch's own ops.
@@ -9,11 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx.node import Target
 
-__all__ = ["differentiable_form", "register_differentiable"]
+__all__ = ["define_op", "differentiable_form", "register_differentiable"]
 
+_library = torch.library.Library("fp", "FRAGMENT")
 _functions: dict[Target, Callable[..., Any]] = {}
+
+
+def define_op(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], form: Callable[..., Any]) -> Any:
+    """Define a library op and return it.
+
+    Args:
+        schema: name, arguments and results of the op: "name(Tensor x, …) -> Tensor".
+        kernel: computes the results, on every device.
+        fake: returns tensors with the shapes and dtypes of the results.
+        form: the differentiable form of the op.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp::{name}", fake, lib=_library)
+    op = getattr(torch.ops.fp, name).default
+    register_differentiable(op, form)
+    return op
 
 
 def register_differentiable(op: Target, function: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..ir import register_differentiable
+from ..ir import define_op
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,10 +25,6 @@ Triple = tuple[Tensor, Tensor, Tensor]
 Options = tuple[Tensor, Tensor, float, float, float, float]  # as in `_OPTIONS`
 
 _OPTIONS = "Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay"
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define(f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"adamw_(Tensor(a!)[] held, Tensor[] g, {_OPTIONS}) -> Tensor(a!)[]")  # held: all p, all m, all v
-
 _NAMES = ("parameter", "gradient", "mean", "square")
 _VECTOR = 64  # elements in a cache line of the narrowest dtype; the kernel works on cache lines
 
@@ -139,11 +135,9 @@ def _fake_in_place(held: Sequence[Tensor], g: Sequence[Tensor], *_: Unpack[Optio
     return list(held)
 
 
-_library.impl("adamw", _adamw, "CompositeExplicitAutograd")
-_library.impl("adamw_", _adamw_, "CompositeExplicitAutograd")
-torch.library.register_fake("fp::adamw", _fake, lib=_library)
-torch.library.register_fake("fp::adamw_", _fake_in_place, lib=_library)
-ADAMW = torch.ops.fp.adamw.default
-ADAMW_IN_PLACE = torch.ops.fp.adamw_.default
-register_differentiable(ADAMW, _formula)
-register_differentiable(ADAMW_IN_PLACE, _formulas)
+ADAMW = define_op(
+    f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _adamw, _fake, _formula
+)
+ADAMW_IN_PLACE = define_op(  # held: all p, all m, all v
+    f"adamw_(Tensor(a!)[] held, Tensor[] g, {_OPTIONS}) -> Tensor(a!)[]", _adamw_, _fake_in_place, _formulas
+)

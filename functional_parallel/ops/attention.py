@@ -7,7 +7,6 @@ definition if a second or forward derivative is required, because the fused kern
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +14,13 @@ from torch import Tensor, fx
 
 from .. import _torch, random
 from .. import collectives as fp
-from ..ir import info, register_differentiable, tensor_operands
+from ..ir import define_op, info, tensor_operands
 from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
 from ..tracing import intercept
 
 __all__ = ["attention"]
 
 Mask = Tensor | None
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> Tensor")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None) -> Tensor:
@@ -73,41 +69,29 @@ def _as_defined(
     return (random.dropout(probabilities, dropout) if dropout else probabilities) @ v
 
 
-def _in_torchs_words(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `compute` in a function with the signature of `F.scaled_dot_product_attention`."""
-
-    def taking(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Mask = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if attn_mask is not None and is_causal:
-            raise ValueError(
-                "scaled_dot_product_attention takes attn_mask or is_causal=True, not both, as in torch: "
-                "write what is causal into the mask"
-            )
-        return compute(*_with_batch_of_all(query, key, value), attn_mask, is_causal, scale, dropout_p)
-
-    return taking
-
-
+@intercept(torch.nn.functional.scaled_dot_product_attention, inside=True)
 @intercept(torch.nn.functional.scaled_dot_product_attention)
-@_in_torchs_words
-def _recorded(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None, dropout: float
+def _in_forwards(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Mask = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """Record attention as one op. A call with dropout was already intercepted by `_with_dropout`."""
-    recorded: Tensor = torch.ops.fp.attention(q, k, v, mask, is_causal, scale)
+    """Record attention as one op, or by its definition in a derivative that a loss takes: no kernel has one of that."""
+    if attn_mask is not None and is_causal:
+        raise ValueError(
+            "scaled_dot_product_attention takes attn_mask or is_causal=True, not both, as in torch: "
+            "write what is causal into the mask"
+        )
+    q, k, v = _with_batch_of_all(query, key, value)
+    if dropout_p or _torch.differentiating_level():
+        return _as_defined(q, k, v, attn_mask, is_causal, scale, dropout_p)
+    recorded: Tensor = _OP(q, k, v, attn_mask, is_causal, scale)
     return recorded
-
-
-# In a derivative that a loss takes itself: no kernel has a derivative of it.
-_defined = intercept(torch.nn.functional.scaled_dot_product_attention, inside=True)(_in_torchs_words(_as_defined))
 
 
 @intercept(torch.nn.functional.scaled_dot_product_attention, always=True)
@@ -115,16 +99,15 @@ def _with_dropout(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask = None, dropout_p: float = 0.0, *rest: Any, **named: Any
 ) -> Tensor:
     """Compute attention with dropout by its definition and keyed draws, because the kernels make their own draws."""
-    return _defined(query, key, value, attn_mask, dropout_p, *rest, **named) if dropout_p else NotImplemented
+    return _in_forwards(query, key, value, attn_mask, dropout_p, *rest, **named) if dropout_p else NotImplemented
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-_library.impl("attention", attention, "CompositeExplicitAutograd")
-torch.library.register_fake("fp::attention", _fake, lib=_library)
-register_differentiable(torch.ops.fp.attention.default, attention)
+_SCHEMA = "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> Tensor"
+_OP = define_op(_SCHEMA, attention, _fake, attention)
 
 
 # --- The rule ---
@@ -178,4 +161,4 @@ def _local(
     return step.run(q, k, v, mask, is_causal, scale)
 
 
-rule([torch.ops.fp.attention.default], Rule(_text, _local, _decide))
+rule([_OP], Rule(_text, _local, _decide))

@@ -16,7 +16,7 @@ from .. import _torch
 from .._torch import FunctionContext
 from ..collectives import keeping_grad_mode
 from ..errors import TracingError
-from ..ir import Source, current_source, register_differentiable
+from ..ir import Source, current_source, define_op
 from ..rules import Rule, rule
 from ..tracing import intercept
 
@@ -25,9 +25,6 @@ __all__ = ["ctc_loss"]
 aten = torch.ops.aten
 
 _OPTIONS = "Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define(f"ctc(Tensor log_probs, {_OPTIONS}) -> (Tensor, Tensor)")  # loss per sample; gradients of the losses
-_OP: Callable[..., tuple[Tensor, Tensor]] = torch.ops.fp.ctc.default
 _Option = Tensor | int
 
 
@@ -52,7 +49,8 @@ class _Context(FunctionContext, Protocol):
 class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(log_probs: Tensor, *options: _Option) -> tuple[Tensor, Tensor]:
-        return _OP(log_probs, *options)
+        found: tuple[Tensor, Tensor] = _OP(log_probs, *options)
+        return found
 
     @staticmethod
     def setup_context(ctx: _Context, inputs: tuple[_Option, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -82,9 +80,8 @@ def _no_more(source: Source | None) -> TracingError:
     return TracingError(f"{source}: ctc_loss has a gradient alone, no second and no forward derivative, as in torch")
 
 
-_library.impl("ctc", _ctc, "CompositeExplicitAutograd")
-torch.library.register_fake("fp::ctc", _fake, lib=_library)
-register_differentiable(_OP, _losses)
+# the loss per sample, and the gradients of the losses
+_OP = define_op(f"ctc(Tensor log_probs, {_OPTIONS}) -> (Tensor, Tensor)", _ctc, _fake, _losses)
 rule([_OP], Rule("t^ n c^, n s^, n, n -> n, newt n newc"))
 
 

@@ -15,7 +15,7 @@ from .. import _torch
 from .._torch import FunctionContext, InDims, VmapInfo
 from ..collectives import keeping_grad_mode
 from ..errors import TracingError
-from ..ir import current_source, register_differentiable
+from ..ir import current_source, define_op
 from ..rules import Rule, rule
 from ..tracing import intercept
 
@@ -23,10 +23,6 @@ __all__ = ["grouped_mm", "grouped_outer"]
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 Derivative = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
-_library.define("grouped_outer(Tensor rows, Tensor others, Tensor ends) -> Tensor")
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -86,12 +82,20 @@ def _aligned(*matrices: Tensor) -> bool:
     return whole and matrices[0].dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-for _name, _kernel, _shape in (
-    ("grouped_mm", _product, lambda rows, matrices, ends: rows.new_empty(rows.shape[0], matrices.shape[2])),
-    ("grouped_outer", _outer, lambda rows, others, ends: rows.new_empty(len(ends), rows.shape[1], others.shape[1])),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp::{_name}", _shape, lib=_library)
+_PRODUCT = define_op(
+    "grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor",
+    _product,
+    lambda rows, matrices, ends: rows.new_empty(rows.shape[0], matrices.shape[2]),
+    grouped_mm,
+)
+_OUTER = define_op(
+    "grouped_outer(Tensor rows, Tensor others, Tensor ends) -> Tensor",
+    _outer,
+    lambda rows, others, ends: rows.new_empty(len(ends), rows.shape[1], others.shape[1]),
+    grouped_outer,
+)
+rule([_PRODUCT], Rule("~s^ k+, ~e^ k+ n, e^ -> s n"))
+rule([_OUTER], Rule("~s^ k, ~s^ n, e^ -> e k n"))
 
 
 # --- Their derivatives: each is the transpose of the other ---
@@ -137,24 +141,17 @@ def _bilinear(op: Product, function: Product, of_left: Derivative, of_right: Der
 
 
 _apply_product = _bilinear(
-    torch.ops.fp.grouped_mm.default,
+    _PRODUCT,
     grouped_mm,
     lambda cotangent, rows, matrices, ends: grouped_mm(cotangent, matrices.mT, ends),
     lambda cotangent, rows, matrices, ends: grouped_outer(rows, cotangent, ends),
 )
 _apply_outer = _bilinear(
-    torch.ops.fp.grouped_outer.default,
+    _OUTER,
     grouped_outer,
     lambda cotangent, rows, others, ends: grouped_mm(others, cotangent.mT, ends),
     lambda cotangent, rows, others, ends: grouped_mm(rows, cotangent, ends),
 )
-
-for _op, _function, _text in (
-    (torch.ops.fp.grouped_mm.default, grouped_mm, "~s^ k+, ~e^ k+ n, e^ -> s n"),
-    (torch.ops.fp.grouped_outer.default, grouped_outer, "~s^ k, ~s^ n, e^ -> e k n"),
-):
-    register_differentiable(_op, _function)
-    rule([_op], Rule(_text))
 
 
 # --- torch's function ---

@@ -1,4 +1,6 @@
-"""Replace draws from torch's generators by draws from the ambient key, so that every mesh draws the same numbers.
+"""Keyed draws: their sharding rule, and their use in place of draws from torch's generators.
+
+Every mesh then draws the same numbers: a shard gets the numbers of the full tensor at its positions.
 
 A trace records these instead of `torch.rand` and related functions. `tracing.draws` rejects draws that are not listed
 here, and every draw from a generator that the caller passes.
@@ -8,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..random import happens, next_site, normal, uniform
+from ..random import OP, happens, next_site, normal, uniform
+from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
 from ..tracing import intercept_op
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -97,7 +99,6 @@ _like(aten.randint_like.low_dtype, "torch.randint_like", _integers)
 
 @intercept_op(aten.randperm.default)
 def _randperm(n: int, *, dtype: torch.dtype = torch.int64, device: torch.device | None = None, **_: _Unused) -> Tensor:
-    """Return the sort order of n drawn numbers."""
     drawn = _uniform("torch.randperm", torch.empty(n, dtype=torch.float64, device=device))
     return drawn.argsort(stable=True).to(dtype)
 
@@ -199,3 +200,33 @@ def _random_to_(target: Tensor, to: int) -> Tensor:
 def _random_from_(target: Tensor, low: int, to: int | None) -> Tensor:
     drawn = NotImplemented if to is None else _integers("random_", target, low, to)
     return drawn if drawn is NotImplemented else target.copy_(drawn)
+
+
+# --- The sharding rule of a keyed draw ---
+
+
+def _decide(step: OpContext) -> OpSharding:
+    """Return the layout of `like`, or of the keys if `like` is not sharded."""
+    # Only the shape of `like` is read, so partial sums count as replicated.
+    like, key = (operand.place for operand in step.operands)
+    if isinstance(like, Shard):
+        behind_keys = replace(like, dim=like.dim + step.operands[1].aval.ndim)
+        return OpSharding((like, REPLICATED), (behind_keys,), of_shapes=True)
+    return OpSharding((like, key), (key if isinstance(key, Shard) else REPLICATED,), of_shapes=True)
+
+
+def _local(
+    step: OpContext,
+    like: Tensor,
+    key: Tensor,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    splits: Sequence[int],
+) -> Tensor:
+    place = step.decision.operands[0]
+    if isinstance(place, Shard):
+        axes, splits = [*axes, step.axis], [*splits, place.dim, place.outer, step.parts.samples]
+    return step.run(like, key, shape, axes, splits)
+
+
+rule([OP], Rule(decide=_decide, local=_local))

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from .._torch import InDims, VmapInfo
-from ..ir import register_differentiable
+from ..ir import define_op
 
 __all__ = ["Marker", "define_marker"]
 
-_library = torch.library.Library("fp", "FRAGMENT")
 _Parameter = str | Sequence[str] | Sequence[int]
 
 
@@ -38,11 +37,9 @@ def define_marker(schema: str, again: Callable[..., Tensor], *, names_dims: bool
         again: the function that is called on the arguments of the op when its graph is rerun.
         names_dims: whether parameters are dims of the value. If so, vmap moves the mapped dim to the last position.
     """
-    name = schema.partition("(")[0]
-    _library.define(f"{schema} -> Tensor")
-    _library.impl(name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp::{name}", _fake, lib=_library)
-    op: Callable[..., Tensor] = getattr(torch.ops.fp, name).default
+    op: Callable[..., Tensor] = define_op(
+        f"{schema} -> Tensor", lambda x, *_: x.clone(), lambda x, *_: torch.empty_like(x), again
+    )
 
     class Defined(torch.autograd.Function):
         @staticmethod
@@ -69,14 +66,5 @@ def define_marker(schema: str, again: Callable[..., Tensor], *, names_dims: bool
                 return marker.apply(x, *parameters), dim
             return marker.apply(x.movedim(dim, -1), *parameters), x.ndim - 1
 
-    register_differentiable(op, again)
     marker = Marker(op, Defined.apply)
     return marker
-
-
-def _kernel(x: Tensor, *_: _Parameter) -> Tensor:
-    return x.clone()
-
-
-def _fake(x: Tensor, *_: _Parameter) -> Tensor:
-    return torch.empty_like(x)

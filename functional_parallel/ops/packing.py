@@ -11,14 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ir import register_differentiable
+from ..ir import define_op
 
 __all__ = ["PACK", "UNPACK", "UNPACK_INTO", "packed", "run_of", "unpacked"]
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("pack(Tensor[] tensors, int parts, int[] dims) -> Tensor")
-_library.define("unpack(Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor")
-_library.define("unpack_(Tensor(a!) target, Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor(a!)")
 
 
 def run_of(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
@@ -54,13 +49,8 @@ def _parts(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int]) 
 def _unpack_into(
     target: torch.Tensor, packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int
 ) -> torch.Tensor:
-    """Unpack a tensor like `_unpack`, into the existing tensor `target`."""
     target.unflatten(dim, (parts, -1)).copy_(_parts(packed, parts, offset, shape).movedim(0, dim))
     return target
-
-
-def _fake_pack(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
-    return tensors[0].new_empty(sum(x.numel() for x in tensors))
 
 
 def _fake_unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
@@ -69,19 +59,18 @@ def _fake_unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[
     return packed.new_empty(whole)
 
 
-def _fake_unpack_into(target: torch.Tensor, *_: object) -> torch.Tensor:
-    return target
-
-
-_library.impl("pack", packed, "CompositeExplicitAutograd")
-_library.impl("unpack", _unpack, "CompositeExplicitAutograd")
-_library.impl("unpack_", _unpack_into, "CompositeExplicitAutograd")
-torch.library.register_fake("fp::unpack_", _fake_unpack_into, lib=_library)
-torch.library.register_fake("fp::pack", _fake_pack, lib=_library)
-torch.library.register_fake("fp::unpack", _fake_unpack, lib=_library)
-PACK = torch.ops.fp.pack.default
-UNPACK = torch.ops.fp.unpack.default
-UNPACK_INTO = torch.ops.fp.unpack_.default
-register_differentiable(PACK, packed)
-register_differentiable(UNPACK, unpacked)
-register_differentiable(UNPACK_INTO, lambda target, *packed: unpacked(*packed))
+PACK = define_op(
+    "pack(Tensor[] tensors, int parts, int[] dims) -> Tensor",
+    packed,
+    lambda tensors, parts, dims: tensors[0].new_empty(sum(x.numel() for x in tensors)),
+    packed,
+)
+UNPACK = define_op(
+    "unpack(Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor", _unpack, _fake_unpack, unpacked
+)
+UNPACK_INTO = define_op(
+    "unpack_(Tensor(a!) target, Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor(a!)",
+    _unpack_into,
+    lambda target, *packed: target,
+    lambda target, *packed: unpacked(*packed),
+)

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..ir import as_real, register_differentiable
+from ..ir import as_real, define_op
 
 __all__ = ["sum_of_squares"]
 
 _BLOCK = 1 << 16  # elements squared at a time: they stay in the processor's cache
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("sum_of_squares(Tensor[] tensors) -> Tensor")
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -31,7 +28,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     tensors = list(map(as_real, tensors))
     if _torch.has_functorch_level(tensors):
         return _in_torchs_ops(tensors)
-    result: Tensor = torch.ops.fp.sum_of_squares(tensors)
+    result: Tensor = _OP(tensors)
     return result
 
 
@@ -66,6 +63,4 @@ def _fake(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].new_empty((), dtype=dtype)
 
 
-_library.impl("sum_of_squares", _sum, "CompositeExplicitAutograd")
-torch.library.register_fake("fp::sum_of_squares", _fake, lib=_library)
-register_differentiable(torch.ops.fp.sum_of_squares.default, _in_torchs_ops)
+_OP = define_op("sum_of_squares(Tensor[] tensors) -> Tensor", _sum, _fake, _in_torchs_ops)

@@ -1,7 +1,7 @@
 """Partition a function that is global with respect to one mesh axis into a function that is local to it."""
 
-from . import own_ops
+from . import own_ops  # noqa: F401 - whose import registers their rules
 from .function import Partitioning, axis_layout_of, partition
 from .preparation import prepare
 
-__all__ = ["Partitioning", "axis_layout_of", "own_ops", "partition", "prepare"]
+__all__ = ["Partitioning", "axis_layout_of", "partition", "prepare"]

@@ -290,7 +290,6 @@ def _as_tuple(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[Sp
 
 
 def _trimmed(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """Remove the padding of a gathered value."""
     for dim, size in spec.padded.items():
         x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
     return x

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import fx
 
 from ..checker import DECLARED
 from ..collectives import mesh_axis_size
 from ..ops import CONSTRAIN, OUTPUTS
-from ..rules import REPLICATED, AxisLayout, OpContext, OpSharding, Rule, Shard, ndim_of, rule, whole_along
+from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, ndim_of, rule, whole_along
 
 ops = torch.ops.fp
 
@@ -52,18 +51,11 @@ rule([ops.axis_index.default], Rule(decide=lambda step: OpSharding((), (REPLICAT
 
 def _decide_constraint(step: OpContext) -> OpSharding:
     """Return the layout that a constraint requires on this axis. If it does not name the axis, nothing changes."""
-    required = constrained_place(step.node, step.axis)
-    place = step.operands[0].place if required is None else required
+    place = step.operands[0].place
+    for axis, dim, outer in zip(*step.node.args[1:4], strict=True):
+        if axis == step.axis:
+            place = Shard(dim, outer) if dim >= 0 else REPLICATED
     return OpSharding((place,), (place,))
-
-
-def constrained_place(node: fx.Node, axis: str) -> AxisLayout | None:
-    """Return the layout that a `constrain` node requires on one axis, or None."""
-    axes, dims, outers = node.args[1:4]
-    for name, dim, outer in zip(axes, dims, outers, strict=True):
-        if name == axis:
-            return Shard(dim, outer) if dim >= 0 else REPLICATED
-    return None
 
 
 rule([CONSTRAIN], Rule(decide=_decide_constraint))

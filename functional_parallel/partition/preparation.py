@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from ..ir import RESHAPES, Aval, Traced, info, set_info, simplify, update_info
-from ..rules import fuse_cross_entropy, note_enumerated
+from ..ir import RESHAPES, Args, Aval, Traced, info, simplify, update_info
+from ..rules import cross_entropy
+from ..tracing import assume_constants, constant_in
 
 __all__ = ["prepare"]
 
@@ -26,6 +29,7 @@ _PRODUCTS = {
     aten.addmv.default: aten.mv.default,
     aten.baddbmm.default: aten.bmm.default,
 }
+_INDEXING = (aten.index.Tensor, aten.index_put.default)
 
 
 def prepare(traced: Traced) -> Traced:
@@ -40,8 +44,8 @@ def prepare(traced: Traced) -> Traced:
         elif node.target is aten.cat.default:
             _drop_empty(node)
     simplify(traced)
-    fuse_cross_entropy(traced)
-    note_enumerated(traced)
+    _fuse_cross_entropy(traced)
+    _note_enumerated(traced)
     traced.seal()
     return traced
 
@@ -62,9 +66,7 @@ def _split_convolution(traced: Traced, node: fx.Node) -> None:
     aval = info(node).aval
     with traced.graph.inserting_before(node):
         product = _call(traced, node, aten.convolution.default, (x, weight, None, *rest))
-        shape = (-1 if dim == 1 else 1 for dim in range(aval.ndim))
-        sizes = [aval.shape[1] if size == -1 else 1 for size in shape]
-        column = _call(traced, node, aten.view.default, (bias, sizes), Aval(tuple(sizes), aval.dtype, aval.device))
+        column = _viewed(traced, node, bias, tuple(size if dim == 1 else 1 for dim, size in enumerate(aval.shape)))
         total = _call(traced, node, aten.add.Tensor, (product, column))
     traced.replace(node, total)
 
@@ -78,7 +80,8 @@ def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
     with traced.graph.inserting_before(node):
         if scores.target is aten._log_softmax.default and scores.args[1] == 1:
             rows = _rows(traced, node, scores.args[0])
-            rows = _call(traced, node, aten._log_softmax.default, (rows, 1, scores.args[2]), _like(rows, scores))
+            aval = replace(info(scores).aval, shape=info(rows).aval.shape)
+            rows = _call(traced, node, aten._log_softmax.default, (rows, 1, scores.args[2]), aval)
         else:
             rows = _rows(traced, node, scores)
         flat = _viewed(traced, node, target, (math.prod(pixels),))
@@ -100,19 +103,13 @@ def _rows(traced: Traced, like: fx.Node, x: fx.Node) -> fx.Node:
     """Reshape `(n, c, …)` to `(n · …, c)`."""
     aval = info(x).aval
     order = [0, *range(2, aval.ndim), 1]
-    turned = Aval(tuple(aval.shape[dim] for dim in order), aval.dtype, aval.device)
+    turned = replace(aval, shape=tuple(aval.shape[dim] for dim in order))
     last = _call(traced, like, aten.permute.default, (x, order), turned)
     return _viewed(traced, like, last, (math.prod(turned.shape[:-1]), turned.shape[-1]))
 
 
 def _viewed(traced: Traced, like: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    aval = info(x).aval
-    return _call(traced, like, aten.view.default, (x, list(shape)), Aval(tuple(shape), aval.dtype, aval.device))
-
-
-def _like(rows: fx.Node, scores: fx.Node) -> Aval:
-    aval = info(scores).aval
-    return Aval(info(rows).aval.shape, aval.dtype, aval.device)
+    return _call(traced, like, aten.view.default, (x, list(shape)), replace(info(x).aval, shape=shape))
 
 
 def _drop_empty(node: fx.Node) -> None:
@@ -128,11 +125,56 @@ def _scaled(traced: Traced, node: fx.Node, value: fx.Node, factor: fx.node.Argum
     return value if factor == 1 else _call(traced, node, aten.mul.Tensor, (value, factor), info(value).aval)
 
 
-def _call(
-    traced: Traced, like: fx.Node, op: fx.node.Target, args: tuple[fx.node.Argument, ...], aval: Aval | None = None
-) -> fx.Node:
-    created = traced.graph.call_function(op, args)
-    set_info(created, info(like))
-    if aval is not None:
-        update_info(created, val=aval)
-    return created
+def _call(traced: Traced, like: fx.Node, op: fx.node.Target, args: Args, aval: Aval | None = None) -> fx.Node:
+    return traced.call(op, args, info(like) if aval is None else replace(info(like), val=aval))
+
+
+def _fuse_cross_entropy(traced: Traced) -> None:
+    """Replace each `nll_loss(log_softmax(z))` of a graph by one `cross_entropy(z)`."""
+    for node in traced.nodes:
+        if node.target is not aten.nll_loss_forward.default:
+            continue
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or source.target is not aten._log_softmax.default or source.args[2]:
+            continue
+        if source.args[1] in (-1, info(source).aval.ndim - 1):
+            node.target = cross_entropy
+            node.args = (source.args[0], *node.args[1:])
+
+
+def _note_enumerated(traced: Traced) -> None:
+    """Store in the info of every indexing op the dims that its indices enumerate.
+
+    `x[torch.arange(len(x)), labels]` takes one element of every row. The rule of indexing lets such a dim stay sharded.
+    Each rank then enumerates the rows of its shard from 0.
+    """
+    known: dict[fx.Node, Any] = {}
+    for node in traced.nodes:
+        if node.target in _INDEXING:
+            found = tuple(_enumerated(traced, node, known).items())
+            if found:
+                update_info(node, enumerated=found)
+
+
+def _enumerated(traced: Traced, node: fx.Node, known: dict[fx.Node, Any]) -> dict[int, int]:
+    """Map each dim of x that an index enumerates to the dim of the broadcast indices along which it does so."""
+    x = info(node.args[0]).aval.shape
+    indices = {dim: index for dim, index in enumerate(node.args[1]) if index is not None}
+    avals = {dim: info(index).aval for dim, index in indices.items()}
+    if any(aval.dtype == torch.bool for aval in avals.values()):
+        return {}
+    ndim = max(len(aval.shape) for aval in avals.values())
+    found: dict[int, int] = {}
+    for dim, index in indices.items():
+        shape = avals[dim].shape
+        along = [k for k, size in enumerate(shape, ndim - len(shape)) if size == x[dim]]
+        value = constant_in(traced, index, known) if along else None
+        if value is None:
+            continue
+        for k in along:
+            column = torch.arange(x[dim]).reshape([-1 if each == k else 1 for each in range(ndim)])
+            if k not in found.values() and bool((value == column).all()):
+                found[dim] = k
+                assume_constants(traced, index)
+                break
+    return found

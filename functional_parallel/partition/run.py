@@ -19,6 +19,7 @@ from ..collectives import DimSplit
 from ..errors import PartitionError, PartitionWarning
 from ..functions import PyTree
 from ..ir import (
+    RESHAPES,
     Aval,
     Traced,
     at_source,
@@ -51,12 +52,15 @@ from ..rules import (
     TargetLayout,
     choose_sharding,
     convert,
+    factor_sizes,
+    find_factor,
     lookup,
     mask_duplicates,
     parse_rule,
+    placed,
+    reshaped_place,
 )
 from .decompose import decomposed
-from .slicing import split_backwards
 
 __all__ = ["PartitionedValue", "run_partitioned"]
 
@@ -95,12 +99,7 @@ def run_partitioned(
     run = _ShardInterpreter(axis, cut, strict, owner)
     run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
     with explicit_casts():
-        for node in traced.graph.nodes:
-            if node.op == "get_attr":
-                run.values[node] = PartitionedValue(REPLICATED, traced.constants[node.target])
-            elif node.op == "call_function":
-                with at_source(source_of(node)):
-                    run.compute(node)
+        run.run(traced)
         return run.results(traced.outputs, out_places)
 
 
@@ -109,6 +108,14 @@ class _ShardInterpreter:
         self.axis, self.cut, self.strict, self.owner = axis, cut, strict, owner
         self.values: dict[fx.Node, Any] = {}
         self.stands_for: dict[fx.Node, fx.Node] = {}  # inputs of a graph that replaces an op → operands of the op
+
+    def run(self, traced: Traced) -> None:
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                self.values[node] = PartitionedValue(REPLICATED, traced.constants[node.target])
+            elif node.op == "call_function":
+                with at_source(source_of(node)):
+                    self.compute(node)
 
     def compute(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -148,13 +155,9 @@ class _ShardInterpreter:
         traced = decomposed(node)
         if traced is None:
             return False
-        for inner in traced.graph.nodes:
-            if inner.op == "get_attr":
-                self.values[inner] = PartitionedValue(REPLICATED, traced.constants[inner.target])
         for inner, operand in zip(traced.inputs, tensor_operands(node), strict=True):
             self.values[inner], self.stands_for[inner] = self.values[operand], self.stands_for.get(operand, operand)
-        for inner in traced.nodes:
-            self.compute(inner)
+        self.run(traced)
         values = [self.values[output] if isinstance(output, fx.Node) else output for output in traced.outputs]
         self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
         return True
@@ -194,7 +197,7 @@ class _ShardInterpreter:
                 return leaf
             index, (operand, required) = next(remaining)
             if completed and self.values[operand].place == REDUCED:
-                return self._with_whole_gradient(operand)
+                return self._replicated(self.values[operand])
             part = self._in_form(operand, whole if isinstance(required, (Replicated, Reduced)) else required)
             return mask_duplicates(part, required, self.axis, self.cut) if index in decision.masked else part
 
@@ -219,19 +222,15 @@ class _ShardInterpreter:
                     value.forms[form] = self._converted(value, form)
         return value.forms[form]
 
-    def _with_whole_gradient(self, node: fx.Node) -> torch.Tensor:
-        """Convert a Reduced value to Invariant, once for all ops that need it."""
-        value: PartitionedValue = self.values[node]
+    def _replicated(self, value: PartitionedValue) -> torch.Tensor:
+        """Complete partial sums, or convert a Reduced value to Invariant, once for all ops that need it."""
         if REPLICATED not in value.forms:
-            value.forms[REPLICATED] = convert(value.part, REDUCED, REPLICATED, self.axis, self.cut)
+            value.forms[REPLICATED] = convert(value.part, value.place, REPLICATED, self.axis, self.cut)
         return value.forms[REPLICATED]
 
     def _converted(self, value: PartitionedValue, form: TargetLayout) -> torch.Tensor:
         if form == REPLICATED_VARYING and value.place == PARTIAL:  # one psum for all ops that read the full value
-            whole = value.forms.get(REPLICATED)
-            if whole is None:
-                whole = value.forms[REPLICATED] = convert(value.part, PARTIAL, REPLICATED, self.axis, self.cut)
-            return convert(whole, REPLICATED, REPLICATED_VARYING, self.axis, self.cut)
+            return convert(self._replicated(value), REPLICATED, REPLICATED_VARYING, self.axis, self.cut)
         return convert(value.part, value.place, form, self.axis, self.cut)
 
     def _sliced(self, node: fx.Node, value: PartitionedValue, form: Shard) -> torch.Tensor:
@@ -241,7 +240,7 @@ class _ShardInterpreter:
         gradient of the parameter is needed. The full value is then dead code, unless another op uses it.
         """
         is_op = node.op == "call_function" and node.target is not operator.getitem
-        source = split_backwards(self._step(node), form) if is_op else None
+        source = _split_backwards(self._step(node), form) if is_op else None
         if source is None:
             return self._converted(value, form)
         step, rule = source
@@ -336,3 +335,42 @@ def _over_ranks(extremum: str, part: torch.Tensor, axis: str) -> torch.Tensor:
     holds = part == best
     share = holds.to(part.dtype) / fp.pvary(fp.psum(holds.to(part.dtype), axis), axis)
     return best + fp.psum(torch.where(holds & part.isfinite(), part - best, 0) * share, axis)
+
+
+# --- Slices of operands that give a slice of the result: the rule of an op, read from right to left ---
+
+
+def _split_backwards(step: OpContext, form: Shard) -> tuple[OpContext, Rule] | None:
+    """Return a step that computes a slice of a result from slices of replicated operands, or None without a rule."""
+    rule = lookup(step.node.target)
+    if rule is None or len(step.results) != 1 or any(operand.place != REPLICATED for operand in step.operands):
+        return None
+    if step.node.target in RESHAPES:
+        decision = _through_view(step, form)
+    else:
+        decision = _through_text(step, rule, form) if rule.text is not None and not rule.casts else None
+    return None if decision is None else (replace(step, decision=decision), rule)
+
+
+def _through_view(step: OpContext, form: Shard) -> OpSharding | None:
+    before, after = step.operands[0].aval.shape, step.result().shape
+    place = reshaped_place(after, before, form, step.parts)
+    if not isinstance(place, Shard) or reshaped_place(before, after, place, step.parts) != form:
+        return None
+    return OpSharding((place,), (form,))
+
+
+def _through_text(step: OpContext, rule: Rule, form: Shard) -> OpSharding | None:
+    text = parse_rule(rule.text_for(step.node))
+    fits = [pattern.fit(op.aval.shape, step.where) for pattern, op in zip(text.operands, step.operands, strict=True)]
+    result = text.results[0].fit(step.result().shape, step.where)
+    sizes = factor_sizes(fits, step.operands, step.where)
+    sizes.update({names[0]: n for names, n in zip(result, step.result().shape, strict=True) if len(names) == 1})
+    choice = find_factor(result, form, sizes, step.parts)
+    if choice is None or text.marks.get(choice.factor):
+        return None
+    known = any(choice.factor in names for fit in fits for names in fit)
+    if not known and not step.node.target._schema.name.endswith("::expand"):
+        return None
+    required = tuple(placed(fit, choice, sizes) or REPLICATED for fit in fits)
+    return OpSharding(required, (form,), choice)

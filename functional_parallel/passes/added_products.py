@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..collectives import State
-from ..ir import Aval, AxisSet, Traced, axes_of_nodes, info, set_info
+from ..ir import Aval, AxisSet, Traced, axes_of_nodes, info
 
 __all__ = ["fuse_matmul_accumulate"]
 
@@ -41,8 +41,7 @@ def fuse_matmul_accumulate(traced: Traced) -> bool:
         if not (node.target is aten.add_.Tensor or _is_given_up(total, node, axes)):
             continue
         with traced.graph.inserting_before(product):
-            into = traced.graph.call_function(aten.addmm_.default, (total, *product.args))
-        set_info(into, info(node))
+            into = traced.call(aten.addmm_.default, (total, *product.args), info(node))
         position[into], axes[into] = position[product], axes[node]
         traced.replace(node, into)
         traced.graph.erase_node(product)

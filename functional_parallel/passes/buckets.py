@@ -9,7 +9,7 @@ to overlap with it.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import Type
-from ..ir import REARRANGEMENTS, Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
+from ..ir import REARRANGEMENTS, Args, Aval, NodeInfo, Traced, info, operands_of, primitive_name, update_info
 from ..ops import PACK, UNPACK
 from .base import Phase, ProgramPass
 from .gathers import layer_of_gather
@@ -66,9 +66,8 @@ class Buckets(ProgramPass):
             following.update(bucket.add(node))
             if bucket.bytes >= (full if bucket.is_of_a_layer else full_of_gradients):
                 open_.pop(key).send(traced, mesh, before=node.next)
-        last = next(node for node in reversed(list(traced.graph.nodes)) if node.op == "output")
         for bucket in open_.values():
-            bucket.send(traced, mesh, before=last)
+            bucket.send(traced, mesh, before=traced.graph.output_node())
 
 
 def _auto_size(traced: Traced) -> int:
@@ -201,10 +200,11 @@ class _Bucket:
         if not following:
             return sent, 0
         aval, length = info(sent).aval, sum(info(member).aval.numel for member in group)
+        own = replace(aval, shape=(length,))
         if length < aval.numel:
-            sent = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), group[0], (length,), aval)
+            sent = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), group[0], own)
         for each in following:
-            sent = _write(traced, each.target, (sent, *each.args[1:]), each, (length,), aval)
+            sent = _write(traced, each.target, (sent, *each.args[1:]), each, own)
         return sent, offset
 
     def _collective(self, traced: Traced, kind: str, axes: tuple[str, ...], ranks: int) -> fx.Node:
@@ -214,11 +214,12 @@ class _Bucket:
         aval = info(values[0]).aval
         total = sum(info(value).aval.numel for value in values)
         dims = [member.args[2] if kind == "psum_scatter" else 0 for member in self.members]
-        packed = _write(traced, PACK, (values, parts, dims), values[0], (total,), aval)
+        packed = _write(traced, PACK, (values, parts, dims), values[0], replace(aval, shape=(total,)))
         states = [arg for arg in first.args[2:] if isinstance(arg, str)]
         size = {"psum": total, "psum_scatter": total // ranks, "all_gather": total * ranks}[kind]
         where = [] if kind == "psum" else [0]
-        sent = _write(traced, first.target, (packed, list(axes), *where, *states), first, (size,), aval)
+        args = (packed, list(axes), *where, *states)
+        sent = _write(traced, first.target, args, first, replace(aval, shape=(size,)))
         paths = dict.fromkeys(path for member in self.members for path in info(member).parameters)
         update_info(sent, parameters=tuple(paths), used_at=info(first).used_at)
         return sent
@@ -229,22 +230,13 @@ def _part(
 ) -> fx.Node:
     aval, length = info(member).aval, torch.Size(shape).numel()
     if kind == "all_gather":
-        return _write(traced, UNPACK, (sent, ranks, offset, shape, member.args[2]), member, aval.shape, aval)
-    piece = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), member, (length,), aval)
-    return _write(traced, aten.view.default, (piece, list(aval.shape)), member, aval.shape, aval)
+        return _write(traced, UNPACK, (sent, ranks, offset, shape, member.args[2]), member, aval)
+    own = replace(aval, shape=(length,))
+    piece = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), member, own)
+    return _write(traced, aten.view.default, (piece, list(aval.shape)), member, aval)
 
 
-def _write(
-    traced: Traced,
-    target: fx.node.Target,
-    args: tuple[fx.node.Argument, ...],
-    like: fx.Node,
-    shape: tuple[int, ...],
-    aval: Aval,
-) -> fx.Node:
-    node = traced.graph.call_function(target, args)
+def _write(traced: Traced, target: fx.node.Target, args: Args, like: fx.Node, val: Aval) -> fx.Node:
     known = info(like)
-    val = Aval(tuple(shape), aval.dtype, aval.device)
     kept = NodeInfo(val, known.source, known.type or Type(), known.backward, known.no_grad, phase=known.phase)
-    set_info(node, kept)
-    return node
+    return traced.call(target, args, kept)

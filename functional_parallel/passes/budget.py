@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,7 +58,11 @@ class RematToBudget(ProgramPass):
 
         @functools.cache
         def memory(count: int) -> Memory:
-            return _memory_with(traced, _dropped(rungs[: count + 1]), rest)
+            trial, copies = traced.copy()
+            insert_recompute(trial, {copies[node] for node in _dropped(rungs[: count + 1])})
+            trial.seal()
+            rest(trial)
+            return memory_of("", trial)
 
         reached = self._reached(rungs, lambda count: memory(count).peak)
         if memory(reached).peak > self.budget:
@@ -87,14 +91,6 @@ class RematToBudget(ProgramPass):
 
 def _dropped(rungs: list[RematOption]) -> set[fx.Node]:
     return {node for rung in rungs for node in rung.adds}
-
-
-def _memory_with(traced: Traced, dropped: Collection[fx.Node], rest: Callable[[Traced], None]) -> Memory:
-    trial, copies = traced.copy()
-    insert_recompute(trial, {copies[node] for node in dropped})
-    trial.seal()
-    rest(trial)
-    return memory_of("", trial)
 
 
 def _note(remat: RematToBudget, plain: Memory, chosen: Memory, rungs: list[RematOption]) -> str:

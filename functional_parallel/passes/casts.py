@@ -1,4 +1,4 @@
-"""Gather parameters in the dtype in which they are used.
+"""Casts of parameters: gather in the dtype in which they are used, and skip a wider dtype that nothing needs.
 
 The values do not change, because a narrowing cast acts on each element separately. Half the bytes are sent.
 """
@@ -13,11 +13,11 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name, set_info, update_info
+from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
-from .linear import REARRANGED
+from .swap import REARRANGED, is_cast
 
-__all__ = ["CastBeforeGather"]
+__all__ = ["CastBeforeGather", "WidenedAndNarrowed"]
 
 aten = torch.ops.aten
 
@@ -37,17 +37,16 @@ class CastBeforeGather(ProgramPass):
             if primitive_name(node) != "all_gather" or info(node).aval.dtype.itemsize <= self.dtype.itemsize:
                 continue
             uses = [user for each in _views(node) for user in each.users if not _is_view(user)]
-            casts = [use for use in uses if use.target is aten._to_copy.default]
-            narrowing = [cast for cast in casts if info(cast).aval.dtype == self.dtype]
+            narrowing = [use for use in uses if is_cast(use) and info(use).aval.dtype == self.dtype]
             if uses and len(narrowing) == len(uses) and not any(output in _views(node) for output in traced.outputs):
                 self._swap(traced, node, narrowing)
 
     def _swap(self, traced: Traced, gather: fx.Node, casts: list[fx.Node]) -> None:
         operand = gather.args[0]
         with traced.graph.inserting_before(gather):
-            moved = traced.graph.call_function(aten._to_copy.default, (operand,), {"dtype": self.dtype})
-        set_info(moved, replace(info(casts[0]), type=info(operand).type))
-        update_info(moved, val=replace(info(operand).aval, dtype=self.dtype))
+            aval = replace(info(operand).aval, dtype=self.dtype)
+            known = replace(info(casts[0]), type=info(operand).type, val=aval)
+            moved = traced.call(aten._to_copy.default, (operand,), known, {"dtype": self.dtype})
         for node in _views(gather):
             update_info(node, val=replace(info(node).aval, dtype=self.dtype))
         gather.args = (moved, *gather.args[1:])
@@ -62,8 +61,34 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """Return a value and all views of it."""
     found = [node]
     for each in found:
         found += [user for user in each.users if _is_view(user)]
     return found
+
+
+@dataclass(frozen=True)
+class WidenedAndNarrowed(ProgramPass):
+    """Replace the cast of a stored parameter to float32 and back by the parameter."""
+
+    name: ClassVar[str] = "stored types"
+    phase: ClassVar[Phase] = Phase.TYPES
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        for cast in list(traced.nodes):
+            source = _widened(cast)
+            if source is not None:
+                cast.replace_all_uses_with(source)
+                traced.outputs = [source if output is cast else output for output in traced.outputs]
+                traced.graph.erase_node(cast)
+
+
+def _widened(cast: fx.Node) -> fx.Node | None:
+    """Return the value that is cast to a wider dtype and back by this node; None for any other node."""
+    if not is_cast(cast) or not is_cast(cast.args[0]):
+        return None
+    widening = cast.args[0]
+    source, wide = widening.args[0], info(widening).aval
+    before, after = info(source).aval.dtype, info(cast).aval.dtype
+    is_plain = set(cast.kwargs) == set(widening.kwargs) == {"dtype"}
+    return source if before == after and before.itemsize < wide.dtype.itemsize and is_plain else None

@@ -21,8 +21,8 @@ from ..collectives import MICROBATCH
 from ..ir import Traced, info, operands_of, primitive_name
 from .base import Phase, ProgramPass
 from .layer_index import is_numbered, layer_of_path
-from .linear import REARRANGED
 from .recompute import forward_nodes, insert_recompute
+from .swap import REARRANGED
 
 __all__ = ["GatherPlacement", "layer_of_gather"]
 
@@ -96,7 +96,8 @@ class Placement:
 
         A gather does not start before the last use of an earlier copy of the same parameter.
         """
-        groups = [list(group) for _, group in itertools.groupby(self.gathers, key=lambda pair: _group_key(pair[1]))]
+        by_layer = itertools.groupby(self.gathers, lambda pair: (layer_of_gather(pair[1]), info(pair[1]).backward))
+        groups = [list(group) for _, group in by_layer]  # the gathers of one layer, in one direction
         for index, group in enumerate(groups):
             gathers = [gather for _, gather in group]
             if self.prefetch:
@@ -152,7 +153,7 @@ class Placement:
 
     def _next_gather(self, gather: fx.Node) -> int:
         """Return the position of the first gather over another axis that reads a gather's result."""
-        users = [user for node in (gather, *self._views(gather)) for user in node.users]
+        users = [user for node in (gather, *self.moved[gather][1]) for user in node.users]
         return min((self.position[user] for user in users if _is_gather(user)), default=len(self.ordered) - 1)
 
     def _with_views(self, gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -160,18 +161,10 @@ class Placement:
         before = [gather]
         while before[0].args[0].op == "call_function" and len(before[0].args[0].users) == 1:
             before.insert(0, before[0].args[0])
-        return before, self._views(gather)
-
-    def _views(self, gather: fx.Node) -> list[fx.Node]:
-        found = [gather]
-        for node in found:
-            found += [user for user in node.users if _is_view(user)]
-        return sorted(found[1:], key=self.position.__getitem__)
-
-
-def _group_key(gather: fx.Node) -> Hashable:
-    """Gathers with equal keys that follow each other belong to one layer, in one direction."""
-    return layer_of_gather(gather), bool(info(gather).backward)
+        after = [gather]
+        for node in after:
+            after += [user for user in node.users if _is_view(user)]
+        return before, sorted(after[1:], key=self.position.__getitem__)
 
 
 def _recipe(gather: fx.Node) -> Hashable:

@@ -18,7 +18,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, operands_of, primitive_name, set_info
+from ..ir import Traced, info, operands_of, primitive_name
 from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, UNPACK, UNPACK_INTO
 from ..program import aliases_of, shares_memory, storage_root
 from .added_products import fuse_matmul_accumulate
@@ -43,9 +43,8 @@ class InPlaceUpdates(ProgramPass):
                     _merge(traced, open_.pop(key), before=node)
             if node.target is ADAMW and _may_be_overwritten(node, position, traced.outputs):
                 open_.setdefault(_key(node), []).append(node)
-        last = next(node for node in reversed(list(traced.graph.nodes)) if node.op == "output")
         for group in open_.values():
-            _merge(traced, group, before=last)
+            _merge(traced, group, before=traced.graph.output_node())
         _unpack_into_old(traced)
         fuse_matmul_accumulate(traced)
 
@@ -100,14 +99,13 @@ def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
     held = [update.args[kind] for kind in (0, 2, 3) for update in updates]
     gradients = [update.args[1] for update in updates]
     with traced.graph.inserting_before(before):
-        merged = traced.graph.call_function(ADAMW_IN_PLACE, (held, gradients, *first.args[4:]))
-        set_info(merged, replace(info(first), val=tuple(info(value).aval for value in held)))
+        known = replace(info(first), val=tuple(info(value).aval for value in held))
+        merged = traced.call(ADAMW_IN_PLACE, (held, gradients, *first.args[4:]), known)
         new: dict[fx.Node, fx.Node] = {}
         for index, update in enumerate(updates):
             for old in list(update.users):
                 place = old.args[1] * len(updates) + index
-                new[old] = traced.graph.call_function(operator.getitem, (merged, place))
-                set_info(new[old], info(old))
+                new[old] = traced.call(operator.getitem, (merged, place), info(old))
     for old, value in new.items():
         old.replace_all_uses_with(value)
         traced.graph.erase_node(old)

@@ -16,6 +16,7 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, operands_of
 from ..program import StorageTable, recompute_cost, view_base
+from .recompute import missing_values
 
 __all__ = ["LifetimeSummary", "Lifetimes", "MemoryCurve"]
 
@@ -118,7 +119,7 @@ class Lifetimes:
         unused = self._unused(dropped)
         for number in range(len(self.nodes)):
             if self._backward[number]:
-                missing = self._missing(number, dropped, copied)
+                missing = missing_values(number, self._operands.__getitem__, dropped, copied)
                 copied |= missing
                 for copy in sorted(missing):
                     yield number, copy, touched(copy, True)
@@ -133,16 +134,6 @@ class Lifetimes:
             if number not in self._outputs and all(self._backward[user] or user in unused for user in users):
                 unused.add(number)
         return unused
-
-    def _missing(self, number: int, dropped: set[int], copied: set[int]) -> set[int]:
-        missing: set[int] = set()
-        pending = self._operands[number][:]
-        while pending:
-            value = pending.pop()
-            if value in dropped and value not in copied and value not in missing:
-                missing.add(value)
-                pending += self._operands[value]
-        return missing
 
     def survey(self, members: Sequence[int], dropped: Collection[int]) -> LifetimeSummary:
         """Compute the lifetimes of the values of some forward ops, and the work of recomputation, if some are dropped.

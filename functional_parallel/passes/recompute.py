@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import fx
 
 from ..ir import Traced, info, operands_of, set_info
 
-__all__ = ["forward_nodes", "insert_recompute"]
+__all__ = ["forward_nodes", "insert_recompute", "missing_values"]
+
+K = TypeVar("K", bound=Hashable)
 
 
 def forward_nodes(traced: Traced) -> list[fx.Node]:
@@ -37,7 +40,7 @@ def insert_recompute(
     for node in list(traced.nodes):
         if not info(node).backward:
             continue
-        for needed in sorted(_missing(node, dropped, copies), key=position.__getitem__):
+        for needed in sorted(missing_values(node, operands_of, dropped, copies), key=position.__getitem__):
             with traced.graph.inserting_before(node):
                 taken = {a: copies.get(a, instead.get((needed, a), a)) for a in operands_of(needed)}
                 copy = copies[needed] = traced.graph.node_copy(needed, taken.__getitem__)
@@ -47,13 +50,15 @@ def insert_recompute(
                 node.replace_input_with(operand, copies[operand])
 
 
-def _missing(node: fx.Node, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+def missing_values(
+    op: K, operands: Callable[[K], Iterable[K]], dropped: Collection[K], copies: Collection[K]
+) -> set[K]:
     """Return the dropped values without a copy that an op needs, directly or through other dropped values."""
-    missing: set[fx.Node] = set()
-    pending = operands_of(node)
+    missing: set[K] = set()
+    pending = list(operands(op))
     while pending:
         value = pending.pop()
         if value in dropped and value not in copies and value not in missing:
             missing.add(value)
-            pending += operands_of(value)
+            pending += operands(value)
     return missing

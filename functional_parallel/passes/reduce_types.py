@@ -16,9 +16,9 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name, set_info, update_info
+from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
-from .linear import commutes_with_sum
+from .swap import commutes_with_sum, is_cast
 
 __all__ = ["ReduceDtype"]
 
@@ -60,7 +60,7 @@ class ReduceDtype(ProgramPass):
     def _narrow_sums_before(self, traced: Traced, start: fx.Node) -> None:
         """Narrow the sum of a gradient that an island, a float32 function, left wide and that is rounded later."""
         rounding = start.args[0]
-        if rounding.target is aten._to_copy.default and info(rounding.args[0]).aval.dtype == info(start).aval.dtype:
+        if is_cast(rounding) and info(rounding.args[0]).aval.dtype == info(start).aval.dtype:
             for node in _chain(rounding):
                 if primitive_name(node) in _SUMS:
                     self._narrow(traced, node)
@@ -82,7 +82,7 @@ class ReduceDtype(ProgramPass):
 def _widens_a_gradient(node: fx.Node) -> bool:
     """Whether a node is the transpose of the cast of a parameter."""
     source = info(node).source
-    if node.target is not aten._to_copy.default or not info(node).backward or source is None:
+    if not is_cast(node) or not info(node).backward or source is None:
         return False
     return source.casts_parameters and info(node.args[0]).aval.dtype.itemsize < info(node).aval.dtype.itemsize
 
@@ -100,9 +100,7 @@ def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:
             with traced.graph.inserting_before(node):
                 moved.append(_to(traced, operand, wide, cast))
             node.replace_input_with(operand, moved[-1])
-    cast.replace_all_uses_with(cast.args[0])
-    traced.outputs = [cast.args[0] if output is cast else output for output in traced.outputs]
-    traced.graph.erase_node(cast)
+    traced.replace(cast, cast.args[0])
     return moved
 
 
@@ -128,13 +126,9 @@ def _is_end_to_end(node: fx.Node, parts: set[fx.Node]) -> bool:
 
 
 def _source_of_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
-    """Return the operand of a cast if it has the given dtype, else None."""
-    if node.target is aten._to_copy.default and info(node.args[0]).aval.dtype == dtype:
-        return node.args[0]
-    return None
+    return node.args[0] if is_cast(node) and info(node.args[0]).aval.dtype == dtype else None
 
 
 def _to(traced: Traced, value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    node = traced.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
-    set_info(node, replace(info(like), type=info(value).type, val=replace(info(value).aval, dtype=dtype)))
-    return node
+    known = replace(info(like), type=info(value).type, val=replace(info(value).aval, dtype=dtype))
+    return traced.call(aten._to_copy.default, (value,), known, {"dtype": dtype})

@@ -34,16 +34,11 @@ class EarlyReductions(ProgramPass):
             gradient, chain = _cast_on_the_way(node)
             if gradient.op == "get_attr":
                 continue
+            ready = first[-1] if gradient.op == "placeholder" else gradient
+            for each in reversed(chain):
+                ready.append(each)
             if gradient.op == "placeholder":
-                _put_after(first[-1], chain)
                 first.append(node)
-            else:
-                _put_after(gradient, chain)
-
-
-def _put_after(node: fx.Node, chain: list[fx.Node]) -> None:
-    for each in reversed(chain):
-        node.append(each)
 
 
 def _cast_on_the_way(total: fx.Node) -> tuple[fx.Node, list[fx.Node]]:

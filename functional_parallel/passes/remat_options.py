@@ -113,7 +113,8 @@ class _Ladder:
         self.node = {number: node for node, number in self.number.items()}
         self.members = self._members(where, apart)
         self.segment_of = {node: index for index, nodes in enumerate(self.members) for node in nodes}
-        self.segments = self._segments()
+        whole, cores = self._inside(range(len(self.members))), attention_cores(self.forward)
+        self.segments = [self._segment(nodes, whole, cores) for nodes in self.members]
         self.between = dict(self._between())
         self.surveys: dict[tuple[int, tuple[int, bool]], LifetimeSummary] = {}
         self.runs = [[index] for index in range(len(self.segments))]
@@ -142,10 +143,6 @@ class _Ladder:
         """Return the values that can be dropped if segments with equal numbers are recomputed together."""
         own = {node: self.segment_of.get(node) for node in self.forward}
         return recomputable(self.forward, {node: None if index is None else runs[index] for node, index in own.items()})
-
-    def _segments(self) -> list[_Segment]:
-        whole, cores = self._inside(range(len(self.members))), attention_cores(self.forward)
-        return [self._segment(nodes, whole, cores) for nodes in self.members]
 
     def _segment(self, nodes: list[fx.Node], whole: set[fx.Node], cores: set[fx.Node]) -> _Segment:
         layer = self.layers.of[nodes[0]]

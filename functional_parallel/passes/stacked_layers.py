@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir import Aval, Traced, info, primitive_name, set_info
+from ..ir import Traced, info, primitive_name
 
 __all__ = ["fold_layers"]
 
@@ -93,18 +93,14 @@ class _Fold:
 
     def _write(self, like: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         with self.traced.graph.inserting_before(like):
-            node = self.traced.graph.call_function(like.target, args, dict(like.kwargs))
-        value = info(like).aval
-        set_info(node, replace(info(like), val=Aval(value.shape[1:], value.dtype, value.device)))
-        return node
+            known = replace(info(like), val=replace(info(like).aval, shape=info(like).aval.shape[1:]))
+            return self.traced.call(like.target, args, known, dict(like.kwargs))
 
     def _written_zero(self, node: fx.Node) -> fx.Node:
         value = info(node).aval
         options = {"dtype": value.dtype, "device": value.device}
         with self.traced.graph.inserting_before(node):
-            zero = self.traced.graph.call_function(aten.full.default, (list(value.shape), 0), options)
-        set_info(zero, info(node))
-        return zero
+            return self.traced.call(aten.full.default, (list(value.shape), 0), info(node), options)
 
     def _replace(self, node: fx.Node, layer: fx.Node) -> None:
         self.traced.replace(node, layer)

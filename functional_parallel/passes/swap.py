@@ -1,4 +1,4 @@
-"""Exchange two consecutive sums: a sum of sums over other axes is the same sum."""
+"""Exchange sums with other ops: with sums over other axes, and with ops of one operand that move elements."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from ..ir import Traced, info, primitive_name, update_info
-from .linear import commutes_with_sum
+from ..ir import REARRANGEMENTS, Traced, info, primitive_name, update_info
 
-__all__ = ["is_cast", "move_before_sums"]
+__all__ = ["REARRANGED", "commutes_with_sum", "is_cast", "move_before_sums"]
 
 aten = torch.ops.aten
+
+# `select` takes one layer of a stack, which the passes keep apart from the stack; `expand` would send more bytes
+REARRANGED = REARRANGEMENTS | {aten.slice.Tensor, aten.alias.default}
+_LINEAR = REARRANGED | {aten.slice_backward.default, aten.constant_pad_nd.default}  # they move elements, or add zeros
+
+
+def commutes_with_sum(node: fx.Node) -> bool:
+    """Whether an op commutes with a sum over ranks or microbatches; casts of a value's type over an axis do."""
+    return node.target in _LINEAR or primitive_name(node) == "pcast"
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -7,19 +7,18 @@ from collections.abc import Iterable
 from .base import Phase, ProgramPass
 from .buckets import Buckets
 from .budget import RematToBudget
-from .casts import CastBeforeGather
+from .casts import CastBeforeGather, WidenedAndNarrowed
 from .cheap import RecomputeCheap
 from .gathers import GatherPlacement
 from .in_place import InPlaceUpdates
-from .microbatches import ReduceOncePerStep, ReducePerMicrobatch
+from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .reduce_types import ReduceDtype
 from .reductions import EarlyReductions
 from .remat import RecomputeMarked, Remat
 from .shards_first import ReduceScatterFirst
-from .stored_types import WidenedAndNarrowed
 from .transposed import TransposedGradients
 
-__all__ = ["PASSES", "PASS_NAMES", "as_markdown", "sorted_passes", "split_at"]
+__all__ = ["PASSES", "PASS_NAMES", "sorted_passes", "split_at"]
 
 PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or option that requests it
     (ReduceOncePerStep, "microbatches"),
@@ -51,16 +50,3 @@ def split_at(phase: Phase, passes: Iterable[ProgramPass]) -> tuple[list[ProgramP
     """Return the passes that run before a phase, and the others."""
     given = list(passes)
     return [each for each in given if each.phase < phase], [each for each in given if each.phase >= phase]
-
-
-def as_markdown() -> str:
-    """Return the table as Markdown."""
-    rows = [
-        f"| `{each.name}` | {each.phase.name.lower().replace('_', ' ')} | {_summary(each)} | {requested_by} |"
-        for each, requested_by in PASSES
-    ]
-    return "\n".join(["| name | phase | what it does | requested by |", "|---|---|---|---|", *rows])
-
-
-def _summary(kind: type[ProgramPass]) -> str:
-    return (kind.__doc__ or "").splitlines()[0].rstrip(".")

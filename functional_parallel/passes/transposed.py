@@ -15,7 +15,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name, set_info, update_info
+from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
 
 __all__ = ["TransposedGradients"]
@@ -38,7 +38,7 @@ class TransposedGradients(ProgramPass):
             if source.op == "call_function" and _turns(source):
                 traced.replace(node, by=source.args[0])
             elif any(not _turns(user) for user in node.users) and _can_turn(source, traced.outputs):
-                _turn(traced.graph, source)
+                _turn(traced, source)
                 traced.replace(node, by=source)
 
 
@@ -66,33 +66,28 @@ def _can_turn(node: fx.Node, outputs: list[object]) -> bool:
             and _can_turn(each, outputs)
             for index, each in enumerate(node.args)
         )
-    return _is_through(node) and _can_turn(node.args[0], outputs)
+    is_through = primitive_name(node) in ("pcast", "psum", "psum_scatter") or node.target is aten._to_copy.default
+    return is_through and _can_turn(node.args[0], outputs)
 
 
-def _is_through(node: fx.Node) -> bool:
-    return primitive_name(node) in ("pcast", "psum", "psum_scatter") or node.target is aten._to_copy.default
-
-
-def _turn(graph: fx.Graph, node: fx.Node) -> None:
+def _turn(traced: Traced, node: fx.Node) -> None:
     """Transpose a value where it is computed, in place."""
     update_info(node, val=replace(info(node).aval, shape=info(node).aval.shape[::-1]))
     if node.target is aten.mm.default:
-        with graph.inserting_before(node):
-            a, b = (_turned(graph, each) for each in node.args)
+        with traced.graph.inserting_before(node):
+            a, b = (_turned(traced, each) for each in node.args)
         node.args = (b, a)
         return
     for each in node.args:
         if isinstance(each, fx.Node):
-            _turn(graph, each)
+            _turn(traced, each)
     if primitive_name(node) == "psum_scatter":
         node.args = (*node.args[:2], 1 - node.args[2], *node.args[3:])
 
 
-def _turned(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _turned(traced: Traced, node: fx.Node) -> fx.Node:
     """Return the transpose of an operand: the operand of its own transpose if it is one, else a new view."""
     if node.op == "call_function" and _turns(node):
         return node.args[0]
-    view = graph.call_function(aten.t.default, (node,))
-    set_info(view, replace(info(node), val=replace(info(node).aval, shape=info(node).aval.shape[::-1])))
-    update_info(view, backward=True)
-    return view
+    aval = replace(info(node).aval, shape=info(node).aval.shape[::-1])
+    return traced.call(aten.t.default, (node,), replace(info(node), val=aval, backward=True))

@@ -53,14 +53,10 @@ def _arrangement(node: fx.Node, found: dict[fx.Node, _Arrangement]) -> _Arrangem
     if node.target not in _ARRANGE:
         return None
     source = node.args[0]
-    before = found.get(source) or _Arrangement(source, _dims(tuple(range(info(source).aval.ndim)), source))
+    own = (None if size == 1 else dim for dim, size in enumerate(info(source).aval.shape))
+    before = found.get(source) or _Arrangement(source, tuple(own))
     dims = _ARRANGE[node.target](before.dims, node)
     return None if dims is None else _Arrangement(before.base, dims)
-
-
-def _dims(dims: tuple[int | None, ...], base: fx.Node) -> tuple[int | None, ...]:
-    shape = info(base).aval.shape
-    return tuple(None if dim is None or shape[dim] == 1 else dim for dim in dims)
 
 
 def _is_in_order(arrangement: _Arrangement) -> bool:

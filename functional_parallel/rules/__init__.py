@@ -1,12 +1,12 @@
 """Sharding rules of ops: layouts along an axis, conversions, notation, table of rules, and rules of torch's ops."""
 
-from . import aten
-from .aten import batch_norm, cross_entropy, fuse_cross_entropy, reshaped_place
+from .aten.losses import cross_entropy
+from .aten.norms import batch_norm
+from .aten.shapes import reshaped_place
 from .axis_layout import PARTIAL, REDUCED, REPLICATED, AxisLayout, Owned, Reduced, Replicated, Shard
 from .convert import REPLICATED_VARYING, TargetLayout, convert
 from .decide import OperandInfo, OpSharding, SplitFactor, choose_sharding, factor_sizes, find_factor, placed
 from .duplicates import mask_duplicates
-from .enumerated import note_enumerated
 from .notation import RuleText, parse_rule
 from .op_context import OpContext
 from .registry import Rule, is_elementwise, lookup, register_rule, rule
@@ -29,19 +29,16 @@ __all__ = [
     "Shard",
     "SplitFactor",
     "TargetLayout",
-    "aten",
     "batch_norm",
     "choose_sharding",
     "convert",
     "cross_entropy",
     "factor_sizes",
     "find_factor",
-    "fuse_cross_entropy",
     "is_elementwise",
     "lookup",
     "mask_duplicates",
     "ndim_of",
-    "note_enumerated",
     "parse_rule",
     "placed",
     "register_rule",

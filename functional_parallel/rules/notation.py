@@ -108,12 +108,8 @@ def _pattern(part: str, marks: dict[str, str], text: str) -> Pattern:
         parsed = ParsedExpression(body, allow_underscore=True)
     except Exception as error:
         raise RuleError(f"{text!r}: {part!r} is not an einops pattern: {error}") from error
-    dims = tuple(("...",) if _is_ellipsis(axis) else tuple(map(str, axis)) for axis in parsed.composition)
+    dims = tuple(("...",) if axis == "…" else tuple(map(str, axis)) for axis in parsed.composition)
     return Pattern(dims, linear)
-
-
-def _is_ellipsis(axis: object) -> bool:
-    return axis == "…"
 
 
 def _take_marks(body: str, marks: dict[str, str], text: str) -> str:

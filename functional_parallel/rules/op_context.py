@@ -12,7 +12,7 @@ from torch.fx.node import Argument
 
 from ..collectives import DimSplit, axis_index, psum
 from ..ir import Aval, where
-from .axis_layout import PARTIAL, AxisLayout, Owned, Shard, shard_shape
+from .axis_layout import PARTIAL, Owned, Shard, shard_shape
 from .convert import convert
 from .decide import OperandInfo, OpSharding, SplitFactor
 from .duplicates import mask_duplicates, unique_mask
@@ -35,11 +35,6 @@ class OpContext:
     is_on_owner: bool = False  # after the op has run: whether only the owner has its results
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.parts.ranks
-
-    @property
     def where(self) -> str:
         """The op and its source line, for messages."""
         return where(self.node)
@@ -58,12 +53,9 @@ class OpContext:
         assert found is not None, f"{self.where}: result {index} is not a tensor"
         return found
 
-    def result_place(self, index: int = 0) -> AxisLayout:
-        return self.decision.results[index]
-
     def local_result_shape(self, index: int = 0) -> list[int]:
         """Shape of a rank's shard of a result."""
-        return list(shard_shape(self.result(index).shape, self.result_place(index), self.parts))
+        return list(shard_shape(self.result(index).shape, self.decision.results[index], self.parts))
 
     def run(self, *args: Argument, **kwargs: Argument) -> torch.Tensor:
         """Run the op itself on a rank's operands. It has one result; use `emit` for others."""

@@ -117,11 +117,10 @@ def is_elementwise(op: Target) -> bool:
     # This holds if torch tags the op as pointwise, or its rule names no dim.
     if torch.Tag.pointwise in getattr(op, "tags", ()):
         return True
-    entry = _rules.get(op, _NONE)
-    text = entry.text if isinstance(entry.text, str) else None
-    alike = entry.text is pointwise_text or (text is not None and not any(map(str.isalnum, text)))
-    return alike and entry.local is None
+    entry = _rules.get(op)
+    if entry is None or entry.local is not None:
+        return False
+    return entry.text is pointwise_text or (isinstance(entry.text, str) and not any(map(str.isalnum, entry.text)))
 
 
-_NONE = Rule()
 _POINTWISE = Rule(pointwise_text)

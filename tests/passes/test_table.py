@@ -11,7 +11,7 @@ from pathlib import Path
 
 from functional_parallel import passes
 from functional_parallel.passes import ProgramPass
-from functional_parallel.passes.table import PASSES, as_markdown
+from functional_parallel.passes.table import PASSES
 
 from ..written import with_part
 
@@ -20,7 +20,16 @@ BEGIN, END = "<!-- passes: from passes/table.py -->\n", "\n<!-- end of passes --
 
 
 def page() -> str:
-    return with_part(PAGE.read_text(), BEGIN, as_markdown(), END)
+    rows = [
+        f"| `{each.name}` | {each.phase.name.lower().replace('_', ' ')} | {_summary(each)} | {requested_by} |"
+        for each, requested_by in PASSES
+    ]
+    table = "\n".join(["| name | phase | what it does | requested by |", "|---|---|---|---|", *rows])
+    return with_part(PAGE.read_text(), BEGIN, table, END)
+
+
+def _summary(kind: type[ProgramPass]) -> str:
+    return (kind.__doc__ or "").splitlines()[0].rstrip(".")
 
 
 def test_every_pass_is_in_the_table() -> None:

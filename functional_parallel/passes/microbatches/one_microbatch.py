@@ -19,7 +19,7 @@ from torch import fx
 from sharding_specs import P
 
 from ...collectives import State
-from ...ir import Traced, info, operands_of, set_info
+from ...ir import Traced, info, operands_of
 from .rounds import MicrobatchRounds
 
 __all__ = ["place_single_microbatch_sums"]
@@ -70,9 +70,8 @@ class _Ends:
     def _sum(self, value: fx.Node) -> fx.Node:
         if value not in self.sums:
             with self.traced.graph.inserting_after(value):
-                total = self.traced.graph.call_function(torch.ops.fp.psum.default, (value, [self.axis], "varying"))
-            set_info(total, replace(info(value), type=info(value).typed.having([self.axis], State.INVARIANT)))
-            self.sums[value] = total
+                known = replace(info(value), type=info(value).typed.having([self.axis], State.INVARIANT))
+                self.sums[value] = self.traced.call(torch.ops.fp.psum.default, (value, [self.axis], "varying"), known)
         return self.sums[value]
 
 

@@ -90,7 +90,7 @@ class _Unroll:
             update_info(new, val=with_global_size(aval, dim, self.parts))
             for number in range(self.size):
                 bounds = (dim, *self.parts.held(number, aval.shape[dim]))
-                self.own[number][node] = self._write(aten.slice.Tensor, (new, *bounds), info(node))
+                self.own[number][node] = self.result.call(aten.slice.Tensor, (new, *bounds), info(node))
         for node in self.old.graph.nodes:
             if node.op == "get_attr":
                 new = self.once[node] = self.graph.get_attr(node.target)
@@ -138,7 +138,6 @@ class _Unroll:
             own[node] = self._copy(node, own)
 
     def _provide(self, value: fx.Node, microbatch: int) -> None:
-        """Make a value available to one microbatch."""
         own = self.own[microbatch]
         if value in own:
             return
@@ -155,21 +154,23 @@ class _Unroll:
             return
         value = self.own[microbatch][node.args[0]]
         known = replace(info(node), val=info(value).val)
-        self.once[node] = value if microbatch == 0 else self._write(combine, (self.once[node], value), known)
+        self.once[node] = value if microbatch == 0 else self.result.call(combine, (self.once[node], value), known)
 
     def _close(self, node: fx.Node) -> None:
         """Compute the value that each microbatch gets from a barrier, after all of them reached it."""
         name = primitive_name(node)
         if name == "all_gather":
             parts = [own[node.args[0]] for own in self.own]
-            self.once[node] = self._write(aten.cat.default, (parts, node.args[2]), info(node))
+            self.once[node] = self.result.call(aten.cat.default, (parts, node.args[2]), info(node))
         elif name == "psum_scatter":
             for microbatch, own in enumerate(self.own):
                 own[node] = self._part(self.once[node], node, microbatch)
 
     def _part(self, value: fx.Node, node: fx.Node, microbatch: int) -> fx.Node:
         dim, length = node.args[2], info(node).aval.shape[node.args[2]]
-        return self._write(aten.slice.Tensor, (value, dim, microbatch * length, (microbatch + 1) * length), info(node))
+        return self.result.call(
+            aten.slice.Tensor, (value, dim, microbatch * length, (microbatch + 1) * length), info(node)
+        )
 
     def _constant(self, value: torch.Tensor, node: fx.Node) -> fx.Node:
         name = f"microbatch_{int(value)}"
@@ -183,11 +184,6 @@ class _Unroll:
         set_info(new, info(node))
         return new
 
-    def _write(self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], known: NodeInfo) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        set_info(node, known)
-        return node
-
     def _output(self, output: fx.node.Argument, spec: P) -> fx.node.Argument:
         if not isinstance(output, fx.Node):
             return output
@@ -198,7 +194,7 @@ class _Unroll:
         for number in range(self.size):  # a result that is equal for all microbatches gets a copy for each
             self._provide(output, number)
         parts = [self._own_part(own[output], dim, number, info(output)) for number, own in enumerate(self.own)]
-        return self._write(
+        return self.result.call(
             aten.cat.default, (parts, dim), replace(info(output), val=with_global_size(aval, dim, self.parts))
         )
 
@@ -208,7 +204,7 @@ class _Unroll:
         if begin == 0:
             return value
         known = replace(known, val=with_dim_size(known.aval, dim, end - begin))
-        return self._write(aten.slice.Tensor, (value, dim, begin, end), known)
+        return self.result.call(aten.slice.Tensor, (value, dim, begin, end), known)
 
 
 def microbatch_dim(spec: P, axis: str, where: str) -> int:

@@ -34,19 +34,13 @@ def _decide_new(step: OpContext) -> OpSharding:
 
 
 _MAKERS = {
-    aten.new_zeros.default: aten.zeros.default,
-    aten.new_ones.default: aten.ones.default,
-    aten.new_full.default: aten.full.default,
-    aten.new_empty.default: aten.empty.memory_format,
+    "zeros": aten.zeros.default,
+    "ones": aten.ones.default,
+    "full": aten.full.default,
+    "empty": aten.empty.memory_format,
 }
-
-
-_MAKERS_LIKE = {
-    aten.zeros_like.default: aten.zeros.default,
-    aten.ones_like.default: aten.ones.default,
-    aten.full_like.default: aten.full.default,
-    aten.empty_like.default: aten.empty.memory_format,
-}
+_MAKERS_NEW = {getattr(aten, f"new_{name}").default: maker for name, maker in _MAKERS.items()}
+_MAKERS_LIKE = {getattr(aten, f"{name}_like").default: maker for name, maker in _MAKERS.items()}
 
 
 def _local_like(step: OpContext, x: torch.Tensor, *args: Argument, **kwargs: Argument) -> torch.Tensor:
@@ -57,7 +51,7 @@ def _local_like(step: OpContext, x: torch.Tensor, *args: Argument, **kwargs: Arg
 
 
 def _local_new(step: OpContext, x: torch.Tensor, *args: Argument, **kwargs: Argument) -> torch.Tensor:
-    return _made(step, _MAKERS[step.node.target], x, args, kwargs)
+    return _made(step, _MAKERS_NEW[step.node.target], x, args, kwargs)
 
 
 def _made(step: OpContext, maker: _torch.Op, x: torch.Tensor, args: Args, options: Kwargs) -> torch.Tensor:
@@ -71,12 +65,9 @@ def _fill_text(node: torch.fx.Node) -> str:
     return "..., ... -> ..." if isinstance(node.args[1], torch.fx.Node) else "... -> ..."
 
 
-rule(
-    [aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.scalar_tensor.default],
-    Rule(decide=_decide_whole),
-)
+rule([*_MAKERS.values(), aten.scalar_tensor.default], Rule(decide=_decide_whole))
 rule([aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default], Rule(decide=_decide_whole))
 rule([aten.linspace.default, aten.tril_indices.default, aten.triu_indices.default], Rule(decide=_decide_whole))
 rule(_MAKERS_LIKE, Rule(decide=_decide_like, local=_local_like))
-rule(_MAKERS, Rule(decide=_decide_new, local=_local_new))
+rule(_MAKERS_NEW, Rule(decide=_decide_new, local=_local_new))
 rule([aten.fill.Scalar, aten.fill.Tensor], Rule(_fill_text))

@@ -16,8 +16,8 @@ from torch.fx.node import Argument
 from ...ir import info
 from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..texts import linear_text, ndim_of, pattern, pointwise_text
-from .batched import all_whole_text, batched_text
+from ..texts import all_whole_text, batched_text, linear_text, ndim_of, pattern, pointwise_text
+from .vision import OF_IMAGES
 
 aten = torch.ops.aten
 
@@ -76,30 +76,15 @@ def _local_contiguous(step: OpContext, *args: Argument) -> Tensor:
     return step.run(*copies)
 
 
-_OF_IMAGES = {  # number of image dims that must be replicated
-    **dict.fromkeys((aten.reflection_pad1d_backward, aten.replication_pad1d_backward), 1),
-    **dict.fromkeys((aten.avg_pool2d_backward, aten._adaptive_avg_pool2d_backward), 2),
-    **dict.fromkeys((aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward), 2),
-    **dict.fromkeys((aten.reflection_pad2d_backward, aten.replication_pad2d_backward), 2),
-    **dict.fromkeys((aten.avg_pool3d_backward, aten._adaptive_avg_pool3d_backward), 3),
-    **dict.fromkeys((aten.reflection_pad3d_backward, aten.replication_pad3d_backward), 3),
-    aten.max_pool3d_with_indices_backward: 3,
-}
-_OF_SIZES = {  # the same for ops with the sizes as arguments
-    **dict.fromkeys((aten.upsample_nearest1d_backward, aten.upsample_linear1d_backward), 1),
-    **dict.fromkeys((aten.upsample_nearest2d_backward, aten.upsample_bilinear2d_backward), 2),
-    **dict.fromkeys((aten.upsample_bicubic2d_backward, aten._upsample_nearest_exact2d_backward), 2),
-    **dict.fromkeys((aten._upsample_bilinear2d_aa_backward, aten._upsample_bicubic2d_aa_backward), 2),
-    **dict.fromkeys((aten.upsample_nearest3d_backward, aten.upsample_trilinear3d_backward), 3),
-    aten._upsample_nearest_exact1d_backward: 1,
-    aten._upsample_nearest_exact3d_backward: 3,
-}
+_MAX_POOLS = {aten.max_pool2d_with_indices: 2, aten.adaptive_max_pool2d: 2, aten.max_pool3d_with_indices: 3}
+
 rule([aten.convolution_backward.default], Rule(_convolution_text, _local_convolution))
-for packet, count in _OF_IMAGES.items():
-    rule([packet.default], Rule(batched_text(count, linear="~")))
 rule([aten.adaptive_max_pool3d_backward.default], Rule(batched_text(3, linear="~"), _local_contiguous))
-for packet, count in _OF_SIZES.items():
-    rule([packet.default], Rule(batched_text(count, linear="~"), _local_resizing))
+for packet, count in {**OF_IMAGES, **_MAX_POOLS}.items():
+    name = f"{packet.__name__}_backward"
+    if hasattr(aten, name):
+        local = _local_resizing if "upsample" in name else None  # these have the sizes as arguments
+        rule([getattr(aten, name).default], Rule(batched_text(count, linear="~"), local))
 
 # --- Norms and tables ---
 

@@ -1,4 +1,8 @@
-"""Rules of decompositions, solvers and transforms. Batch dims may be sharded; all others are replicated."""
+"""Rules of matrix products, decompositions, solvers and transforms.
+
+Products with a bias do not occur here. `partition.preparation` rewrites them to a product and a sum, so that the bias
+is added once, after the sum over ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,20 @@ from torch import fx
 
 from ...ir import info
 from ..registry import Rule, rule
-from ..texts import dim_of, ndim_of, whole_along
-from .batched import all_whole_text, batched_text
+from ..texts import all_whole_text, batched_text, dim_of, ndim_of, whole_along
 
 aten = torch.ops.aten
 
 
-# --- Stacks of matrices ---
+# --- Matrix products: a sharded contraction leaves partial sums, and sharding of other dims passes through ---
+
+rule([aten.mm.default], Rule("~i k+, ~k+ j -> i j"))
+rule([aten.bmm.default], Rule("~b i k+, ~b k+ j -> b i j"))
+rule([aten.mv.default], Rule("~i k+, ~k+ -> i"))
+rule([aten.dot.default, aten.vdot.default], Rule("~k+, ~k+ -> ()"))
+
+
+# --- Stacks of matrices: batch dims may be sharded, all others are replicated ---
 
 
 def _solve_text(node: fx.Node) -> str:

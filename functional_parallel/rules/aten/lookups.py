@@ -14,14 +14,13 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from ...errors import TracingError
-from ...ir import Aval, current_source, info, tensor_operands
+from ...ir import current_source, info, tensor_operands
 from ...tracing import Replaced, intercept
 from ..axis_layout import REPLICATED, Shard
 from ..convert import convert
 from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..texts import dim_names, dim_of, ndim_of, pattern
-from .batched import all_whole_text
+from ..texts import all_whole_text, dim_names, dim_of, ndim_of, pattern
 
 aten = torch.ops.aten
 
@@ -144,10 +143,12 @@ def _put_text(node: fx.Node) -> str:
     if names is None:
         return _replicated_text(node)
     x, indices, written = names
-    shape = info(tensor_operands(node)[-1]).aval.shape
-    sizes = _written_shape(node)
-    aligned = zip(written[len(written) - len(shape) :], shape, sizes[len(sizes) - len(shape) :], strict=True)
-    values = ["1" if size == 1 != full else name for name, size, full in aligned]
+    *others, shape = (info(operand).aval.shape for operand in tensor_operands(node))
+    sizes: dict[str, int] = {}
+    for names_of_dims, full in zip([x, *indices], others, strict=True):
+        sizes.update(zip(names_of_dims, full, strict=True))
+    aligned = zip(written[len(written) - len(shape) :], shape, strict=True)
+    values = ["1" if size == 1 != sizes[name] else name for name, size in aligned]
     operands = _both_linear([pattern(x), *map(pattern, indices), pattern(values)])
     result = [name.replace("d", "new") if name.endswith("^") else name for name in x]
     return f"{', '.join(operands)} -> {pattern(result)}"
@@ -158,7 +159,7 @@ def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list
 
     `mark` is for the dims of the indices that enumerate no dim of x.
     """
-    avals = _index_avals(node)
+    avals = {dim: info(index).aval for dim, index in enumerate(node.args[1]) if index is not None}
     if any(aval.dtype == torch.bool for aval in avals.values()):
         return None
     shared = torch.broadcast_shapes(*(aval.shape for aval in avals.values()))
@@ -174,27 +175,9 @@ def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list
     ndim = ndim_of(node)
     x = dim_names(ndim, {dim: f"p{paired[dim]}" if dim in paired else f"d{dim}^" for dim in avals})
     kept = [name for dim, name in enumerate(x) if dim not in avals]
-    ahead = _dims_ahead(list(avals), ndim)
+    first, last = min(avals), max(avals)
+    ahead = first if last - first == len(avals) - 1 else 0  # the dims of adjacent indices stay in place
     return x, indices, [*kept[:ahead], *names, *kept[ahead:]]
-
-
-def _index_avals(node: fx.Node) -> dict[int, Aval]:
-    """Map each indexed dim of x to the shape and dtype of its index."""
-    return {dim: info(index).aval for dim, index in enumerate(node.args[1]) if index is not None}
-
-
-def _dims_ahead(indexed: list[int], ndim: int) -> int:
-    """Number of dims before the dims of the indices; 0 if the indexed dims are not adjacent."""
-    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
-    return indexed[0] if adjacent else 0
-
-
-def _written_shape(node: fx.Node) -> list[int]:
-    """Shape of `x[indices]`."""
-    avals, x = _index_avals(node), info(node.args[0]).aval.shape
-    kept = [size for dim, size in enumerate(x) if dim not in avals]
-    ahead = _dims_ahead(list(avals), len(x))
-    return [*kept[:ahead], *torch.broadcast_shapes(*(aval.shape for aval in avals.values())), *kept[ahead:]]
 
 
 def _local_indexing(step: OpContext, x: Tensor, indices: list[Any], *args: Argument, **kwargs: Argument) -> Tensor:

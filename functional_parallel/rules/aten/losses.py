@@ -1,4 +1,4 @@
-"""Rules of softmax and cross entropy. If the classes are sharded, no rank holds the full logits.
+"""Rules of softmax, cross entropy and elementwise losses. If the classes are sharded, no rank holds the full logits.
 
 For tokens t and classes c the loss is log Σ_c exp z[t, c] − z[t, target]. Ranks reduce three tensors of one number per
 token: the maximum, the sum of exponentials, and the target's logit. (Megatron-LM does the same; arXiv 1909.08053 §3.)
@@ -7,13 +7,17 @@ Counts, class weights and ignored targets are global, regardless of the sharding
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
-from ...ir import Traced, info
-from ..duplicates import reduction_identity
+from ...ir import argument, info, tensor_operands
+from ..axis_layout import Shard
+from ..duplicates import mask_duplicates, reduction_identity
 from ..op_context import OpContext
 from ..registry import Rule, rule
 from ..texts import dim_names, dim_of, ndim_of, pattern
@@ -21,7 +25,7 @@ from .reductions import logsumexp_over_ranks
 
 aten = torch.ops.aten
 
-_MEAN, _SUM = 1, 2  # torch's codes for reduction=
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's codes for reduction=
 
 
 def cross_entropy(
@@ -31,19 +35,6 @@ def cross_entropy(
     logarithms = logits.log_softmax(-1)
     loss, total = aten.nll_loss_forward.default(logarithms, target, weight, reduction, ignore)
     return loss, total
-
-
-def fuse_cross_entropy(traced: Traced) -> None:
-    """Replace each `nll_loss(log_softmax(z))` of a graph by one `cross_entropy(z)`."""
-    for node in traced.nodes:
-        if node.target is not aten.nll_loss_forward.default:
-            continue
-        source = node.args[0]
-        if not isinstance(source, fx.Node) or source.target is not aten._log_softmax.default or source.args[2]:
-            continue
-        if source.args[1] in (-1, info(source).aval.ndim - 1):
-            node.target = cross_entropy
-            node.args = (source.args[0], *node.args[1:])
 
 
 # --- Softmax ---
@@ -139,3 +130,46 @@ def _token_losses(step: OpContext, scores: Tensor, target: Tensor) -> Tensor:
 
 _LIKELIHOOD = Rule(_likelihood_text, _local_likelihood, casts=True, counts=True)
 rule([aten.nll_loss_forward.default, cross_entropy], _LIKELIHOOD)
+
+
+# --- Elementwise losses with a sum or a mean: the sum over a sharded dim stays partial ---
+
+_ELEMENTWISE = {  # position of the argument `reduction` of the op
+    **dict.fromkeys((aten.mse_loss.default, aten.smooth_l1_loss.default), 2),
+    **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default), 2),
+    aten.binary_cross_entropy.default: 3,
+    aten.binary_cross_entropy_with_logits.default: 4,
+}
+
+
+def _losses_shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(info(operand).aval.shape for operand in tensor_operands(node))))
+
+
+def _elementwise_text(node: fx.Node) -> str:
+    whole = _losses_shape(node)
+    mark = "" if argument(node, "reduction") == _NONE else "+"
+    operands = []
+    for operand in tensor_operands(node):
+        shape = info(operand).aval.shape
+        ahead = len(whole) - len(shape)
+        named = (f"d{ahead + i}{mark}" if size == whole[ahead + i] else "1" for i, size in enumerate(shape))
+        operands.append(pattern(named))
+    return f"{', '.join(operands)} -> {pattern(() if mark else dim_names(len(whole)))}"
+
+
+def _local_elementwise(step: OpContext, *args: Argument, **kwargs: Argument) -> torch.Tensor:
+    """Compute the losses of a rank's elements. A mean divides their sum by the global count."""
+    position, reduction = _ELEMENTWISE[step.node.target], argument(step.node, "reduction")
+    if reduction == _NONE or step.choice is None:
+        return step.run(*args, **kwargs)
+    if position < len(args):
+        args = (*args[:position], _NONE, *args[position + 1 :])
+    else:
+        kwargs = {**kwargs, "reduction": _NONE}
+    place = Shard(int(step.choice.factor[1:]), step.choice.outer)
+    total = mask_duplicates(step.run(*args, **kwargs), place, step.axis, step.parts).sum()
+    return total / math.prod(_losses_shape(step.node)) if reduction == _MEAN else total
+
+
+rule(_ELEMENTWISE, Rule(_elementwise_text, _local_elementwise, counts=True))

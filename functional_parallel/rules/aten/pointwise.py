@@ -15,8 +15,7 @@ from ..axis_layout import PARTIAL, REPLICATED
 from ..decide import OpSharding
 from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..texts import linear_text, pattern, pointwise_text
-from .batched import all_whole_text
+from ..texts import all_whole_text, linear_text, pattern, pointwise_text
 
 aten = torch.ops.aten
 

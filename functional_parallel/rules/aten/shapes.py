@@ -15,8 +15,7 @@ from ..axis_layout import REDUCED, REPLICATED, AxisLayout, Shard
 from ..decide import OpSharding
 from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..texts import along_text, dim_names, dim_of, ndim_of, pattern, results_of, whole_along
-from .batched import batched_text
+from ..texts import along_text, batched_text, dim_names, dim_of, ndim_of, pattern, results_of, whole_along
 
 aten = torch.ops.aten
 
@@ -70,26 +69,16 @@ rule(RESHAPES, Rule(decide=_decide_view, local=_local_reshape, moves_only=True))
 # --- Dims renamed, added and removed ---
 
 
-def _reordered(names: list[str], order: Sequence[int]) -> str:
-    return f"~{pattern(names)} -> {pattern(names[index] for index in order)}"
-
-
-def _transpose_text(node: fx.Node) -> str:
+def _reordered_text(node: fx.Node) -> str:
+    """Rule of `t(x)`, `transpose(x, first, second)` and `permute(x, order)`."""
     names = dim_names(ndim_of(node))
-    order = list(range(len(names)))
-    if names:
-        first, second = node.args[1:3]
-        order[first], order[second] = order[second], order[first]
-    return _reordered(names, order)
-
-
-def _t_text(node: fx.Node) -> str:
-    names = dim_names(ndim_of(node))
-    return _reordered(names, range(len(names))[::-1])
-
-
-def _permute_text(node: fx.Node) -> str:
-    return _reordered(dim_names(ndim_of(node)), node.args[1])
+    turned = list(names)
+    if node.target is aten.permute.default:
+        turned = [names[index] for index in node.args[1]]
+    elif names:
+        first, second = node.args[1:] or (0, -1)
+        turned[first], turned[second] = names[second], names[first]
+    return f"~{pattern(names)} -> {pattern(turned)}"
 
 
 def _unsqueeze_text(node: fx.Node) -> str:
@@ -120,9 +109,7 @@ def _local_expand(step: OpContext, x: Tensor, shape: Sequence[int], **_: bool) -
     return x.expand(step.local_result_shape())
 
 
-rule([aten.transpose.int], Rule(_transpose_text))
-rule([aten.t.default], Rule(_t_text))
-rule([aten.permute.default], Rule(_permute_text))
+rule([aten.t.default, aten.transpose.int, aten.permute.default], Rule(_reordered_text))
 rule([aten.unsqueeze.default], Rule(_unsqueeze_text))
 rule([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], Rule(_squeeze_text, _local_reshape))
 rule([aten.expand.default], Rule(_expand_text, _local_expand))

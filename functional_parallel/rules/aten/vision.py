@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from ...tracing import Replaced, intercept
 from ..registry import Rule, rule
-from ..texts import ndim_of
-from .batched import batched_text
+from ..texts import batched_text, ndim_of
 
 aten = torch.ops.aten
 
@@ -45,8 +44,8 @@ rule([aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default], R
 rule([aten.max_unpool2d.default], Rule(batched_text(2)))
 rule([aten.max_unpool3d.default], Rule(batched_text(3)))
 
-#: linear ops on images, with the number of image dims that must be replicated
-_OF_IMAGES = {
+#: linear ops on images, with the number of image dims that must be replicated; also in their backward ops
+OF_IMAGES = {
     **dict.fromkeys((aten.upsample_nearest1d, aten.upsample_linear1d, aten._upsample_nearest_exact1d), 1),
     **dict.fromkeys((aten.reflection_pad1d, aten.replication_pad1d), 1),
     **dict.fromkeys((aten.upsample_nearest2d, aten.upsample_bilinear2d, aten.upsample_bicubic2d), 2),
@@ -57,7 +56,7 @@ _OF_IMAGES = {
     **dict.fromkeys((aten.pixel_shuffle, aten.pixel_unshuffle, aten.im2col), 3),
     aten.col2im: 2,
 }
-for packet, count in _OF_IMAGES.items():
+for packet, count in OF_IMAGES.items():
     overloads = [getattr(packet, name) for name in ("default", "vec") if name in packet.overloads()]
     rule(overloads, Rule(batched_text(count, linear="~")))
 
