@@ -1,7 +1,21 @@
 """Typed collectives: functions of values. Their forward determines their backward. See README.md in this folder."""
 
 from . import guards, ops, reference, slots
-from .api import all_gather, all_to_all, pbroadcast, pmax, pmean, pmin, ppermute, pscatter, psum, psum_scatter
+from .api import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    pbroadcast,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pscatter,
+    psum,
+    psum_scatter,
+    pvary,
+)
 from .axes import (
     MICROBATCH,
     Axes,
@@ -17,7 +31,6 @@ from .axes import (
     snapshot,
     trace_only,
 )
-from .casts import axis_index, pcast, pvary
 from .communicator import Communicator, Lane
 from .dim_split import DimSplit
 from .grad_mode import called_with_gradients, called_without_gradients, keeping_grad_mode

@@ -79,7 +79,8 @@ def _carried(name: str) -> Callable[..., Tensor]:
     def kernel(x: Tensor, axes: Sequence[str], *params: Param) -> Tensor:
         if axis_size(axes) == 1:
             return _identity(name, x, params)
-        carried: Tensor = getattr(_carrier(name, axes), name)(x, tuple(axes), *_without_states(params))
+        values = [param for param in params if not isinstance(param, str)]  # without states
+        carried: Tensor = getattr(_carrier(name, axes), name)(x, tuple(axes), *values)
         return carried.contiguous()
 
     return kernel
@@ -90,10 +91,6 @@ def _identity(name: str, x: Tensor, params: Sequence[Param]) -> Tensor:
     if name == "ppermute" and not params[0]:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _without_states(params: Sequence[Param]) -> list[Param]:
-    return [param for param in params if not isinstance(param, str)]
 
 
 def _carrier(name: str, axes: Sequence[str]) -> Communicator:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .api import all_gather, all_to_all, pbroadcast, ppermute, psum
+from .api import all_gather, all_to_all, axis_index, pbroadcast, ppermute, psum, pvary
 from .axes import Axes, axis_size
-from .casts import axis_index, pvary
 from .leaves import over_leaves, split_dim_of
 
 __all__ = ["InFlightValue", "broadcast", "gather", "recv", "reduce", "scatter", "send"]
