@@ -61,47 +61,32 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
     params = {name: parameter.detach() for name, parameter in trained.items()}
     frozen = {name: parameter.detach() for name, parameter in every.items() if name not in trained}
     state = {name: buffer.detach() for name, buffer in module.named_buffers()}
-    if not buffers:
-        return _without_state(module, {**frozen, **state}), params
-    return _with_state(module, frozen), params, state
-
-
-def _without_state(module: nn.Module, constants: Tensors) -> Model:
-    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
-    modes, valueless = _modes(module), [name for name, constant in constants.items() if constant.is_meta]
+    run = _runner(module)
+    valueless = [name for name, constant in {**frozen, **state}.items() if constant.is_meta]
 
     def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        assume(modes)
         if valueless and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in params.values()):
             raise ValueError(_VALUELESS.format(module=type(module).__name__, names=", ".join(valueless)))
-        with norms():
-            return torch.func.functional_call(module, {**constants, **params}, args, kwargs)
+        return run({**frozen, **state, **params}, args, kwargs)
 
-    return _named(fn, module)
-
-
-def _with_state(module: nn.Module, constants: Tensors) -> Model:
-    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
-    modes = _modes(module)
-
-    def fn(params: Tensors, state: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        assume(modes)
+    def fn_of_state(params: Tensors, state: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
         own = {name: buffer.clone() for name, buffer in state.items()}
-        with norms():
-            result = torch.func.functional_call(module, {**constants, **params, **own}, args, kwargs)
-        return result, own
+        return run({**frozen, **params, **own}, args, kwargs), own
 
-    return _named(fn, module)
+    fn.__name__ = fn_of_state.__name__ = type(module).__name__
+    return (fn_of_state, params, state) if buffers else (fn, params)
 
 
-def _modes(module: nn.Module) -> Callable[[], tuple[bool, ...]]:
+def _runner(module: nn.Module) -> Callable[[Tensors, tuple[PyTree, ...], dict[str, PyTree]], PyTree]:
+    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
     parts = tuple(module.modules())
-    return lambda: tuple([part.training for part in parts])
 
+    def run(tensors: Tensors, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+        assume(lambda: tuple([part.training for part in parts]))
+        with norms():
+            return torch.func.functional_call(module, tensors, args, kwargs)
 
-def _named(fn: Model, module: nn.Module) -> Model:
-    fn.__name__ = type(module).__name__
-    return fn
+    return run
 
 
 _VALUELESS = (

@@ -8,12 +8,13 @@ variants, which do not change it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import NotImplementedType
 from typing import Any
 
+import optree
 import torch
 from torch import fx
 from torch.fx.node import Argument, Target
@@ -82,16 +83,13 @@ def constant_in(traced: Traced, wanted: fx.Node, known: dict[fx.Node, Any]) -> t
     for node in topological_order(wanted, _needed, known):
         known[node] = None
         if node.op == "get_attr":
-            known[node] = _on_host(traced.constants[str(node.target)])
+            constant = traced.constants[str(node.target)]
+            with outside_trace():
+                known[node] = None if constant.is_meta else constant.cpu()
         elif _is_computable(node) and all(known[operand] is not None for operand in _needed(node)):
             known[node] = _computed_node(node, known, on_host=True)
     found = known[wanted]
     return found if isinstance(found, torch.Tensor) else None
-
-
-def _on_host(constant: torch.Tensor) -> torch.Tensor | None:
-    with outside_trace():
-        return None if constant.is_meta else constant.cpu()
 
 
 def assume_constants(traced: Traced, wanted: fx.Node) -> None:
@@ -105,20 +103,15 @@ def assume_constants(traced: Traced, wanted: fx.Node) -> None:
 
 def fold_constants(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument | NotImplementedType:
     """Return the result of an op with known operands. NotImplemented if an operand is not known."""
-    operands = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     values: dict[int, torch.Tensor] = {}
-    for x in operands:
+    for x in filter(torch.is_tensor, optree.tree_leaves((args, kwargs))):
         value = value_of(recording, x)
         if value is None:
             return NotImplemented
         values[id(x)] = value
-    return _run(func, *walk_args((tuple(args), dict(kwargs)), lambda leaf: values.get(id(leaf), leaf)))
-
-
-def _leaves(args: Argument) -> list[Argument]:
-    found: list[Argument] = []
-    walk_args(args, found.append)
-    return found
+    own_args, own_kwargs = walk_args((tuple(args), dict(kwargs)), lambda leaf: values.get(id(leaf), leaf))
+    with outside_trace():
+        return func(*own_args, **own_kwargs)
 
 
 def _evaluated(recording: Writer, wanted: fx.Node) -> torch.Tensor | None:
@@ -180,21 +173,15 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
 
     args, kwargs = walk_args((node.args, node.kwargs), value)
     certain = _certain(node)
-    if certain is not None:
-        with outside_trace():
-            return torch.full(info(node).aval.shape, certain, device=_HOST if on_host else info(node).aval.device)
-    if node.target in OPS_ON_SHAPES:
-        like = info(node.args[0]).aval
-        with outside_trace():
-            args = (hollow(Aval(like.shape, like.dtype, _HOST) if on_host else like), *args[1:])
-    if on_host and kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": _HOST}
-    return _run(node.target, args, kwargs)
-
-
-def _run(op: Target, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> Argument:
     with outside_trace():
-        return op(*args, **kwargs)
+        if certain is not None:
+            return torch.full(info(node).aval.shape, certain, device=_HOST if on_host else info(node).aval.device)
+        if node.target in OPS_ON_SHAPES:
+            like = info(node.args[0]).aval
+            args = (hollow(Aval(like.shape, like.dtype, _HOST) if on_host else like), *args[1:])
+        if on_host and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _HOST}
+        return node.target(*args, **kwargs)
 
 
 def _content(x: torch.Tensor) -> bytes:
