@@ -1,4 +1,7 @@
-"""Detection of running autograd.Functions, which torch does not report."""
+"""Running autograd.Functions, which torch does not report, and types of the arguments of their methods.
+
+torch declares these arguments as Any.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,30 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-__all__ = ["running_functions"]
+__all__ = ["FunctionContext", "InDims", "VmapInfo", "running_functions"]
+
+InDims = tuple[int | None, ...]  # mapped dim of every operand; None for an operand that is not mapped
+
+
+class FunctionContext(FunctionCtx):
+    """Context of one call. Methods of a Function may set more attributes, which a subclass declares."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class VmapInfo(Protocol):
+    """The level of a vmap rule."""
+
+    @property
+    def batch_size(self) -> int: ...
+
 
 _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 

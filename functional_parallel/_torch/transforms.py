@@ -71,9 +71,8 @@ def next_node_number() -> int:
 
 def differentiating_level() -> int:
     """Return the number of active torch.func levels that differentiate (grad, vjp, jvp)."""
-    stack = torch._C._functorch.get_interpreter_stack()
-    differentiating = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-    return 0 if stack is None else sum(level.key() in differentiating for level in stack)
+    kinds = torch._C._functorch.TransformType
+    return sum(key in (kinds.Grad, kinds.Jvp) for key in _level_keys())
 
 
 def is_inside_transform() -> bool:

@@ -61,8 +61,14 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
     params = {name: parameter.detach() for name, parameter in trained.items()}
     frozen = {name: parameter.detach() for name, parameter in every.items() if name not in trained}
     state = {name: buffer.detach() for name, buffer in module.named_buffers()}
-    run = _runner(module)
+    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
+    parts = tuple(module.modules())
     valueless = [name for name, constant in {**frozen, **state}.items() if constant.is_meta]
+
+    def run(tensors: Tensors, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+        assume(lambda: tuple([part.training for part in parts]))
+        with norms():
+            return torch.func.functional_call(module, tensors, args, kwargs)
 
     def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if valueless and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in params.values()):
@@ -75,18 +81,6 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
 
     fn.__name__ = fn_of_state.__name__ = type(module).__name__
     return (fn_of_state, params, state) if buffers else (fn, params)
-
-
-def _runner(module: nn.Module) -> Callable[[Tensors, tuple[PyTree, ...], dict[str, PyTree]], PyTree]:
-    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
-    parts = tuple(module.modules())
-
-    def run(tensors: Tensors, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        assume(lambda: tuple([part.training for part in parts]))
-        with norms():
-            return torch.func.functional_call(module, tensors, args, kwargs)
-
-    return run
 
 
 _VALUELESS = (
