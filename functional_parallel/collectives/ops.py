@@ -123,7 +123,6 @@ def _fake_all_to_all(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim:
 
 
 def _pscatter(x: Tensor, axes: Sequence[str], dim: int) -> Tensor:
-    """Slice of a replicated value, without communication."""
     chunk = shapes.chunk_shape("pscatter", x.shape, dim, axes)[dim]
     index = 0 if axis_size(axes) == 1 else _carrier("pscatter", axes).axis_index(tuple(axes))
     return x.narrow(dim, index * chunk, chunk).clone(memory_format=torch.contiguous_format)

@@ -20,7 +20,6 @@ def call_signature(f: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def copy_signature(f: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
-    """Set the signature of `made` to that of `f`, and return `made`."""
     made.__signature__ = call_signature(f)  # type: ignore[attr-defined]
     return made
 

@@ -58,7 +58,6 @@ def forget_values(traced: Traced) -> Traced:
 
 
 def _filling_of(node: fx.Node) -> float | None:
-    """Return the number that all elements of a value are known to equal. None for any other value."""
     is_number = node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node)
     filling: float | None = node.args[0] if is_number else _FILLED_LIKE.get(node.target)
     return filling

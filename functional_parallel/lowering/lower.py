@@ -183,7 +183,6 @@ def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
 def _traced(
     flat: _Flat, mesh: Mesh, parts: Mapping[str, DimSplit], layout: Layout
 ) -> tuple[Traced, list[Type], list[Assumption]]:
-    """Return the graph, the types of its results, and the assumptions that it depends on."""
     wide, pipeline = layout.mesh(mesh), pipeline_of(layout)
 
     def checked(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -227,7 +226,6 @@ def _mark_inputs(traced: Traced, flat: _Flat, paths: ArgumentPaths, donate: bool
 
 
 def _untrained(traced: Traced) -> tuple[str, ...]:
-    """Return a note for `explain` on the differentiated parameters that have no path to the value."""
     untrained = [info(node) for node in traced.inputs if info(node).trained is False]
     paths = [known.param_path or known.path or "" for known in untrained]
     return (f"no gradient reaches {', '.join(paths)}",) if paths else ()

@@ -99,7 +99,6 @@ def _check_results(traced: Traced, specs: Sequence[P], visible: Sequence[str], p
 
 
 def _entered(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """Return this rank's slice of `x`."""
     for entered, axis in enumerate(axes := _axes_of(spec)):
         x = convert(x, REPLICATED, axis_layout_of(spec, axis, axes[:entered]), axis, axis_dim_split(axis))
     return x

@@ -37,7 +37,6 @@ class ClosedOver:
 
 
 def closed_over(tensor: torch.Tensor) -> ClosedOver:
-    """Describe a closed-over tensor at its first use."""
     names = (name for frame in _user_frames() for name in _names(tensor, frame))
     return ClosedOver(next(names, None), tuple(tensor.shape), current_source())
 

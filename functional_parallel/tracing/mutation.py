@@ -85,7 +85,6 @@ def _new_value(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, 
 
 
 def _like(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Cast `x` to the dtype and device of `target`."""
     if (x.dtype, x.device) == (target.dtype, target.device):
         return x
     cast: torch.Tensor = aten._to_copy.default(x, dtype=target.dtype, device=target.device)

@@ -181,7 +181,7 @@ class Recorder(Writer):
                 self.layouts.leave_unknown(result, (args, kwargs), str(func))
                 return result
         if func is aten.as_strided.default:
-            return strided(self, func, args, kwargs)
+            return strided(self, *args, **kwargs)
         if _torch.is_foreach(func):
             with self:
                 return _torch.one_by_one(func, *args, **kwargs)

@@ -23,12 +23,10 @@ Axes = tuple[str, ...]
 
 
 def _psum(cotangent: Tensor, axes: Axes, src: str) -> Tensor:
-    """Cast to Varying, or to Reduced if src was Unreduced."""
     return apply_primitive("pcast", cotangent, axes, "invariant", "reduced" if src == "unreduced" else "varying")
 
 
 def _psum_scatter(cotangent: Tensor, axes: Axes, dim: int, src: str) -> Tensor:
-    """Gather to Varying, or to Reduced if src was Unreduced."""
     return apply_primitive("all_gather", cotangent, axes, dim, "reduced" if src == "unreduced" else "varying")
 
 
@@ -62,7 +60,6 @@ def _all_to_all(cotangent: Tensor, axes: Axes, split_dim: int, concat_dim: int) 
 
 
 def _ppermute(cotangent: Tensor, axes: Axes, pairs: Sequence[int]) -> Tensor:
-    """Permute by the inverse pairs."""
     inverse = [rank for source, target in zip(pairs[::2], pairs[1::2], strict=True) for rank in (target, source)]
     return apply_primitive("ppermute", cotangent, axes, inverse)
 
@@ -90,7 +87,6 @@ def _broadcast(cotangent: Tensor, axes: Axes, owner: int, dst: str) -> Tensor:
 
 
 def _reduce(cotangent: Tensor, axes: Axes, owner: int, src: str) -> Tensor:
-    """Broadcast to Varying, or to Reduced if src was Unreduced."""
     return apply_primitive("broadcast", cotangent, axes, owner, "reduced" if src == "unreduced" else "varying")
 
 
