@@ -28,11 +28,8 @@ _synchronised = nn.SyncBatchNorm.forward
 
 def holds_batch_norms(module: nn.Module) -> bool:
     """Whether a module has a batch norm with a forward that must be replaced."""
-    return any(_is_replaced(each) for each in module.modules())
-
-
-def _is_replaced(module: nn.Module) -> bool:
-    return isinstance(module, nn.SyncBatchNorm) or (isinstance(module, _CLASSES) and module.momentum is None)
+    norms = (each for each in module.modules() if isinstance(each, _CLASSES))
+    return any(each.momentum is None or isinstance(each, nn.SyncBatchNorm) for each in norms)
 
 
 def require_no_group(module: nn.Module) -> None:

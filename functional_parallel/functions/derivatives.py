@@ -26,8 +26,8 @@ from ..collectives import vmap as _vmap
 from ..ir import hollow, info, is_trained, primitive_name, update_info
 from ..tracing import Recorder, recorder
 from .forward_first import filled, forward_first
+from .keywords import copy_signature
 from .local_function import LocalFunction, as_local_function
-from .positional import copy_signature
 from .request import PyTree, SpecTree
 
 __all__ = ["grad", "grad_and_value", "hessian", "jvp", "unused", "vmap"]

@@ -26,7 +26,7 @@ from sharding_specs import (
 
 from ..checker import check_arguments
 from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
-from .positional import bind_positional, call_signature
+from .keywords import bind_positional, call_signature
 from .request import PyTree, Request, SpecTree
 
 __all__ = [

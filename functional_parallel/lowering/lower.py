@@ -25,14 +25,21 @@ from ..requests import owners_of
 from ..tracing import Assumption, LayoutRead, assume, autocast_dtypes, collect_assumptions, require_contiguous, trace
 from .constants import check_static_leaves
 from .leftovers import traced_in
-from .options import ArgumentPaths, Options
-from .rewrite import rewrite
+from .rewrite import Options, rewrite
 
-__all__ = ["UNCHECKED", "Lowered", "lower", "lowering", "mismatch", "per_argument"]
+__all__ = ["UNCHECKED", "ArgumentPaths", "Lowered", "lower", "lowering", "mismatch", "per_argument"]
 
 _V, _I, _U, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.OWNED
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ArgumentPaths:
+    """Pytree paths of the arguments of a function that are parameters and state."""
+
+    parameters: str = "0"
+    state: str | None = None  # the argument that a result replaces: parameters and optimizer state
 
 
 @dataclass
