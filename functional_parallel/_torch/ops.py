@@ -18,7 +18,6 @@ __all__ = [
     "grouped_mm",
     "has_derivative",
     "is_composite",
-    "is_foreach",
     "one_by_one",
     "stride_free",
     "under_transforms",
@@ -61,11 +60,6 @@ def has_derivative(op: Op) -> bool:
 def is_composite(op: Op) -> bool:
     """Whether an aten op is composed of other ops only. If called below autograd, it is not yet decomposed."""
     return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-
-
-def is_foreach(op: Op) -> bool:
-    """Whether an aten op applies another op to every tensor of a list, for example `_foreach_add`."""
-    return op._schema.name.startswith("aten::_foreach_")
 
 
 def one_by_one(op: Op, *args: Argument, **kwargs: Argument) -> Argument:

@@ -8,6 +8,8 @@ variants, which do not change it.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,15 +39,15 @@ from .assumptions import assume
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
 
-__all__ = ["asks_for_values", "assume_constants", "constant_in", "fold_constants", "outside_trace", "value_of"]
+__all__ = ["asks_for_values", "assume_constants", "constant_in", "draws", "fold_constants", "outside_trace", "value_of"]
 
 aten = torch.ops.aten
 
-_CERTAIN: dict[Target, tuple[bool, Callable[[float], bool]]] = {  # result for a low bound, and test for a low bound
-    aten.lt.Scalar: (False, lambda bound: bound <= 0),
-    aten.le.Scalar: (False, lambda bound: bound < 0),
-    aten.ge.Scalar: (True, lambda bound: bound <= 0),
-    aten.gt.Scalar: (True, lambda bound: bound < 0),
+_COMPARISONS: dict[Target, Callable[[float, float], bool]] = {
+    aten.lt.Scalar: operator.lt,
+    aten.le.Scalar: operator.le,
+    aten.ge.Scalar: operator.ge,
+    aten.gt.Scalar: operator.gt,
 }
 _HOST = torch.device("cpu")
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -133,19 +135,16 @@ def _needed(node: fx.Node) -> Sequence[fx.Node]:
 
 def _certain(node: fx.Node) -> bool | None:
     """Return the result of comparing a uniform draw with a bound, if it is the same for all draws in [0, 1)."""
-    bounds = _CERTAIN.get(node.target)
-    if bounds is None or getattr(node.args[0], "target", None) is not _uniform_op():
+    compare = _COMPARISONS.get(node.target)
+    if compare is None or not draws(node.args[0]) or not isinstance(node.args[1], (int, float)):
         return None
-    bound, low_holds, limit = node.args[1], bounds[0], bounds[1]
-    if not isinstance(bound, (int, float)):
-        return None
-    if bound >= 1:
-        return not low_holds
-    return low_holds if limit(bound) else None
+    low, high = compare(0.0, node.args[1]), compare(math.nextafter(1.0, 0.0), node.args[1])
+    return low if low == high else None
 
 
-def _uniform_op() -> _torch.Op | None:
-    return getattr(getattr(torch.ops.fp, "uniform", None), "default", None)
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws uniform numbers from [0, 1)."""
+    return str(node.target) == "fp.uniform.default"
 
 
 def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:

@@ -42,7 +42,7 @@ from ..ir import (
     recompute_region,
     topological_order,
 )
-from .constant_folding import asks_for_values, fold_constants
+from .constant_folding import asks_for_values, draws, fold_constants
 from .control_flow import unrolled
 from .enclosing import CapturedTensors
 from .interception import Interception, replacement_of
@@ -184,7 +184,7 @@ class Recorder(Writer):
                 return result
         if func is aten.as_strided.default:
             return strided(self, *args, **kwargs)
-        if _torch.is_foreach(func):
+        if func._schema.name.startswith("aten::_foreach_"):
             with self:
                 return _torch.one_by_one(func, *args, **kwargs)
         if self._is_unrolling and _torch.is_composite(func):
@@ -270,18 +270,14 @@ def _refuse_decisions(recording: Writer, func: _torch.Op, args: Args) -> None:
     if node is None:
         return
     seen: dict[fx.Node, None] = {}
-    for each in topological_order(node, lambda each: () if _is_draw(each) else operands_of(each), seen):
+    for each in topological_order(node, lambda each: () if draws(each) else operands_of(each), seen):
         seen[each] = None
-    if any(map(_is_draw, seen)) and not any(each.op == "placeholder" for each in seen):
+    if any(map(draws, seen)) and not any(each.op == "placeholder" for each in seen):
         raise TracingError(
             f"{current_source() or 'the function'}: Python decides by a drawn number, which every step draws anew, but "
             "a program has one branch for all steps; choose by torch.where(torch.rand(()) < p, x, layer(x)). Switch a "
             "model's layer drop off, in transformers by config.layerdrop = 0 (or encoder_layerdrop, decoder_layerdrop)"
         )
-
-
-def _is_draw(node: fx.Node) -> bool:
-    return str(node.target) == "fp.uniform.default"
 
 
 _KEYED = (
