@@ -44,12 +44,8 @@ def running_functions(since: CodeType) -> list[type]:
     # They are found by the frames of `apply`. Since torch 2.14 `apply` is in C++, and they are found by the frames of
     # their forwards. A forward always has a frame: torch reads its signature, which a C function does not have.
     frames = list(_frames(since))
-    running = _by_forwards(frames) if _APPLY is None else _by_apply(frames)
+    running = _by_forwards(frames) if _APPLY is None else [f.f_locals["cls"] for f in frames if f.f_code is _APPLY]
     return [cls for cls, _ in groupby(running)]  # torch.func calls a Function once per level
-
-
-def _by_apply(frames: Sequence[FrameType]) -> list[type]:
-    return [frame.f_locals["cls"] for frame in frames if frame.f_code is _APPLY]
 
 
 def _by_forwards(frames: Sequence[FrameType]) -> list[type]:
