@@ -13,7 +13,7 @@ that is combined with Varying data needs `fp.pvary`. Without it, its gradient is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from typing import Any
 
@@ -84,14 +84,14 @@ def vmap(
     return mapped
 
 
+@dataclass
 class _Results:
     """Results of the mapped function. Results that all entries share bypass torch's vmap."""
 
     # torch rejects out_dims=None for a result that an outer level maps, even if the result is unmapped at this level.
 
-    def __init__(self, axis_name: str | None, out_dims: Dims) -> None:
-        self.axis_name = axis_name
-        self.out_dims = out_dims
+    axis_name: str | None
+    out_dims: Dims
 
     def keep(self, outputs: Any, lane: Lane) -> list[Tensor]:
         register_dataclasses(outputs)
