@@ -9,17 +9,16 @@ replacement.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import _torch
 from ..errors import ForeignCollectiveError
 
-__all__ = ["check_callable", "check_op", "guard"]
+__all__ = ["check_callable", "check_op"]
 
 _NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
@@ -70,23 +69,6 @@ def check_callable(fn: Callable[..., Any]) -> None:
     for module in _held_modules(fn):
         for part in module.modules():
             _check_module(part)
-
-
-def guard() -> _Guard:
-    """Return a context manager in which collectives of torch.distributed raise an error."""
-    return _Guard()  # type: ignore[no-untyped-call]
-
-
-class _Guard(_torch.TorchDispatchMode):
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        check_op(func)
-        return func(*args, **(kwargs or {}))
 
 
 def _check_module(module: nn.Module) -> None:

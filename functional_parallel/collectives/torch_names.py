@@ -122,8 +122,6 @@ class InFlightValue(Generic[Tree]):
     """Value in flight from one rank to another. `recv` returns it."""
 
     value: Tree  # the received value on the target, zeros on all other ranks
-    source: int
-    target: int
 
 
 def send(x: Tree, axis: Axes, source: int, target: int) -> InFlightValue[Tree]:
@@ -147,7 +145,7 @@ def send(x: Tree, axis: Axes, source: int, target: int) -> InFlightValue[Tree]:
     Raises:
         CollectiveShapeError: when there is no such rank.
     """
-    return InFlightValue(ppermute(x, axis, [(source, target)]), source, target)
+    return InFlightValue(ppermute(x, axis, [(source, target)]))
 
 
 def recv(sent: InFlightValue[Tree]) -> Tree:

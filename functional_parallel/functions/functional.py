@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import nn
 
-from ..collectives import guards
+from ..collectives import check_callable
 from ..tracing import assume
 from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
 from .foreign import require_module
@@ -54,7 +54,7 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
             parameters of the module are on the meta device but the passed parameters are not.
     """
     require_module(module, "fp.functional")
-    guards.check_callable(module)
+    check_callable(module)
     require_no_group(module)
     every = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad} or every

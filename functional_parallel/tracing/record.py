@@ -26,9 +26,10 @@ from torch import fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from ..collectives import called_with_gradients, called_without_gradients, guards, trace_only
+from ..collectives import check_op, gradients_at_call, trace_only
 from ..errors import CustomFunctionError, TracingError
 from ..ir import (
+    VIEWS,
     Args,
     Aval,
     Kwargs,
@@ -45,11 +46,10 @@ from ..ir import (
 from .constant_folding import asks_for_values, draws, fold_constants
 from .control_flow import unrolled
 from .enclosing import CapturedTensors
-from .interception import Interception, replacement_of
+from .interception import Interception, Replaced, replacement_of
 from .mutation import mutate
 from .strided import strided
 from .writer import Writer
-from .zeros import MADE, with_zeros
 
 __all__ = ["Recorder", "needs_values", "recorder", "trace"]
 
@@ -174,7 +174,7 @@ class Recorder(Writer):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return unrolled(self, func, args, kwargs)
-        guards.check_op(func)
+        check_op(func)
         replacement = replacement_of(func)
         if replacement is not None:
             with self.unrolling():  # records the ops that it calls
@@ -190,8 +190,8 @@ class Recorder(Writer):
         if self._is_unrolling and _torch.is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        if func is MADE or self.zeros:
-            result = with_zeros(self, func, args, kwargs)
+        if func is _MADE or self.zeros:
+            result = _with_zeros(self, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         _refuse_draws(func, args, kwargs)
@@ -219,7 +219,7 @@ class Recorder(Writer):
         return result
 
     def _gradients_are_off(self, func: _torch.Op, backward: bool) -> bool:
-        if backward or torch.is_grad_enabled() or called_with_gradients():
+        if backward or torch.is_grad_enabled() or gradients_at_call():  # a primitive disables them
             return False
         functions = _torch.running_functions(trace.__code__)
         foreign = [each for each in functions if each.__module__.split(".")[0] != _PACKAGE]
@@ -231,7 +231,7 @@ class Recorder(Writer):
                 "or make what it does one library op with a rule: fp.register_rule(op, text, function=…), see "
                 "docs/rules.md"
             )
-        return not functions or called_without_gradients()
+        return not functions or gradients_at_call() is False
 
 
 def _has_tensor(result: Argument) -> bool:
@@ -243,6 +243,40 @@ def _has_tensor(result: Argument) -> bool:
 def _is_of_a_user(func: _torch.Op) -> bool:
     """Whether an op has a user's rule with a differentiable function."""
     return differentiable_form(func) is not None and func.namespace != "fp"
+
+
+# --- Zero tangents. torch creates them without memory and computes only their shapes; a trace records them as zeros ---
+
+# torch's zero tensors (`_efficientzerotensor`) lose their trace when they are viewed, for example by nested vmaps. They
+# then become tensors of the meta device, and so do results computed with them. Two properties are preserved. A product
+# with a zero tensor is zero for any other factor, and a sum with a zero tensor is the other summand.
+_MADE = aten._efficientzerotensor.default
+
+
+def _with_zeros(recording: Recorder, func: _torch.Op, args: Args, kwargs: Kwargs) -> Replaced:
+    """Record an op on zero tangents. NotImplemented for any other op, and for an op without a shortcut."""
+    which = [isinstance(arg, torch.Tensor) and recording.value(arg) in recording.zeros for arg in args[:2]]
+    is_zero = func is _MADE or (func in _SCALED and any(which)) or (func in _QUOTIENTS and which[0])
+    if is_zero or (func in _SUMS and all(which)):
+        like = func(*args, **kwargs)
+        shape, options = list(like.shape), {"dtype": like.dtype, "device": like.device}
+        made: torch.Tensor = aten.zeros.default(shape, **options)
+        recording.zeros.add(recording.write(aten.zeros.default, (shape,), options, made))
+        return made
+    return _sum(recording, func, args, kwargs, which) if func in _SUMS and any(which) else NotImplemented
+
+
+def _sum(recording: Recorder, func: _torch.Op, args: Args, kwargs: Kwargs, which: list[bool]) -> torch.Tensor:
+    result, factor = func(*args, **kwargs), kwargs.get("alpha", 1) * (-1 if func is aten.sub.Tensor else 1)
+    with recording:
+        other = args[0] if which[1] else args[1] if factor == 1 else aten.mul.Scalar(args[1], factor)
+        total: torch.Tensor = aten._to_copy.default(aten.expand.default(other, list(result.shape)), dtype=result.dtype)
+    return total
+
+
+_SCALED = {*VIEWS, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar}
+_QUOTIENTS = {aten.div.Tensor, aten.div.Scalar}
+_SUMS = {aten.add.Tensor, aten.sub.Tensor}
 
 
 # --- Draws from torch's own generators for which `keyed_draws` does not have a keyed draw ---

@@ -10,7 +10,9 @@ into collectives over one axis each. The first axis is major: rank (i, j) of axe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,10 +20,9 @@ from torch import Tensor
 
 from ..axes import axis_size, communicator_for, share_communicator
 from ..communicator import Lane
-from ..grad_mode import keeping_grad_mode
 from ..types import Param
 
-__all__ = ["APPLY", "apply_primitive", "axis_index"]
+__all__ = ["APPLY", "apply_primitive", "axis_index", "gradients_at_call", "keeping_grad_mode"]
 
 APPLY: dict[str, Callable[..., Tensor]] = {}  # `apply(x, lane, axes, *params)` of every primitive's Function
 
@@ -50,6 +51,27 @@ def axis_index(axes: Sequence[str]) -> Tensor:
         return index
     carrier = communicator_for("axis_index", axes)
     return carrier.index if isinstance(carrier, Lane) else torch.ops.fp.axis_index(axes)
+
+
+# --- Grad mode at the call of a primitive. Inside the primitive's autograd.Function torch has disabled gradients ---
+
+_at_call: ContextVar[bool | None] = ContextVar("gradients at the call", default=None)
+
+
+@contextmanager
+def keeping_grad_mode() -> Iterator[None]:
+    """Record the grad mode around a Function's `apply`. Under torch.func, `apply` calls itself once per level."""
+    token = _at_call.set(torch.is_grad_enabled()) if _at_call.get() is None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _at_call.reset(token)
+
+
+def gradients_at_call() -> bool | None:
+    """Whether gradients were enabled where the running primitive was called. None if no primitive is running."""
+    return _at_call.get()
 
 
 # --- One axis at a time ---
