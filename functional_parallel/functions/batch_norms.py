@@ -37,7 +37,7 @@ def require_no_group(module: nn.Module) -> None:
     wrong = [
         path or "the module"
         for path, each in module.named_modules()
-        if isinstance(each, nn.SyncBatchNorm) and each.process_group is not None and not _is_world(each.process_group)
+        if isinstance(each, nn.SyncBatchNorm) and each.process_group not in (None, torch.distributed.group.WORLD)
     ]
     if wrong:
         raise ValueError(
@@ -45,11 +45,6 @@ def require_no_group(module: nn.Module) -> None:
             f"function has no ranks: {', '.join(wrong)}. Leave process_group out for those of the global batch; for "
             "groups of the batch map the function over them, see docs/how_do_i.md"
         )
-
-
-def _is_world(group: torch.distributed.ProcessGroup) -> bool:
-    distributed = torch.distributed
-    return distributed.is_initialized() and group is distributed.group.WORLD
 
 
 @contextmanager

@@ -173,9 +173,8 @@ class Layouts:
 
 
 def _is_contiguous(node: fx.Node) -> bool:
-    if node.target in _CONTIGUOUS_RESULTS:
-        return True
-    return node.target is aten.clone.default and argument(node, "memory_format") is torch.contiguous_format
+    is_copy = node.target is aten.clone.default and argument(node, "memory_format") is torch.contiguous_format
+    return is_copy or node.target in _CONTIGUOUS_RESULTS
 
 
 def _key(tensor: torch.Tensor) -> int:
