@@ -87,7 +87,4 @@ def _freeze(value: Argument) -> Hashable:
         return ("slice", _freeze(value.start), _freeze(value.stop), _freeze(value.step))
     if isinstance(value, float):
         return ("float", value.hex())
-    if isinstance(value, fx.Node):
-        result: Hashable = value
-        return result
     return (type(value).__name__, value)
