@@ -1,6 +1,6 @@
 """Typed collectives: functions of values. Their forward determines their backward. See README.md in this folder."""
 
-from . import reference, slots
+from . import ops, reference, slots  # ops first: the primitives call them
 from .api import (
     all_gather,
     all_to_all,
@@ -77,6 +77,7 @@ __all__ = [
     "is_mapped",
     "keeping_grad_mode",
     "mesh_axis_size",
+    "ops",
     "pbroadcast",
     "pcast",
     "places",
