@@ -12,7 +12,7 @@ from torch import nn
 
 from sharding_specs import Mesh, register_dataclasses
 
-from .collectives import guards
+from .collectives import check_callable
 from .errors import LayoutError
 from .functions import LocalFunction, PyTree, SpecTree, bind_positional, explain_keywords, layout_of, require_mesh
 from .ir import current_source, leaf_signature
@@ -73,7 +73,7 @@ def compile(
         BackendError: when called, if the backend lacks something on this machine.
         ValueError: for an unknown backend; when called, if `without` names a pass that does not exist.
     """
-    guards.check_callable(f)
+    check_callable(f)
     require_mesh(mesh, "compile")
     check_backend(backend)
     if isinstance(f, LocalFunction):

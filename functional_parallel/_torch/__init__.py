@@ -7,11 +7,9 @@ from .backends import compile_by_inductor, fused_adamw_, has_fused_adamw, store_
 from .checkpointing import checkpointing
 from .fakes import (
     DATA_DEPENDENT_ERRORS,
-    FAKES,
     FakeTensor,
     FakeTensorMode,
     StorageWeakRef,
-    UnsupportedFakeTensor,
     forget_fakes,
     forget_names,
     forgetting_shapes,
@@ -20,8 +18,7 @@ from .fakes import (
     unlogged_fakes,
     without_constant,
 )
-from .function_types import FunctionContext, InDims, VmapInfo
-from .functions import running_functions
+from .functions import FunctionContext, InDims, VmapInfo, running_functions
 from .initialisers import default_generator, redrawing_initialiser
 from .ops import (
     HigherOrderOp,
@@ -33,13 +30,12 @@ from .ops import (
     grouped_mm,
     has_derivative,
     is_composite,
-    is_foreach,
     one_by_one,
     stride_free,
     under_transforms,
 )
 from .optimizers import has_step_hooks
-from .threads import of_thread, pushed
+from .threads import Replacement, of_thread, pushed
 from .transforms import (
     TorchDispatchMode,
     backward_node_number,
@@ -61,7 +57,6 @@ from .transforms import (
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
-    "FAKES",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionContext",
@@ -69,9 +64,9 @@ __all__ = [
     "InDims",
     "Op",
     "OpPacket",
+    "Replacement",
     "StorageWeakRef",
     "TorchDispatchMode",
-    "UnsupportedFakeTensor",
     "VmapInfo",
     "backward_node_number",
     "checkpointing",
@@ -98,7 +93,6 @@ __all__ = [
     "is_above_autograd",
     "is_all_true",
     "is_composite",
-    "is_foreach",
     "is_functorch_wrapped",
     "is_inside_transform",
     "mapped_dims",

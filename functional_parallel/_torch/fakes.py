@@ -8,19 +8,21 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .threads import of_thread, pushed
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
-    "FAKES",
     "FakeTensor",
     "FakeTensorMode",
     "StorageWeakRef",
-    "UnsupportedFakeTensor",
     "forget_fakes",
     "forget_names",
     "forgetting_shapes",
@@ -31,20 +33,12 @@ __all__ = [
 ]
 
 
-try:
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (DataDependentOutputException, DynamicOutputShapeException)
-except ImportError:  # pragma: no cover - an older or newer spelling
-    DATA_DEPENDENT_ERRORS = ()
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def unlogged_fakes() -> AbstractContextManager[None]:
     """Silence torch's log of errors on fake tensors, twenty lines of traceback each. The errors are still raised."""
     return pushed(of_thread("silent", list[bool]), True)
-
-
-FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
@@ -93,4 +87,6 @@ def reads_no_memory(error: Exception) -> bool:
 _NO_MEMORY = ("its data is not allocated yet", "Cannot access data pointer of Tensor that doesn't have storage")
 
 
-FAKES.addFilter(lambda record: record.levelno != logging.ERROR or not of_thread("silent", list))
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(
+    lambda record: record.levelno != logging.ERROR or not of_thread("silent", list)
+)

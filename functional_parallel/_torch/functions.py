@@ -1,4 +1,7 @@
-"""Detection of running autograd.Functions, which torch does not report."""
+"""Running autograd.Functions, which torch does not report, and types of the arguments of their methods.
+
+torch declares these arguments as Any.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,30 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-__all__ = ["running_functions"]
+__all__ = ["FunctionContext", "InDims", "VmapInfo", "running_functions"]
+
+InDims = tuple[int | None, ...]  # mapped dim of every operand; None for an operand that is not mapped
+
+
+class FunctionContext(FunctionCtx):
+    """Context of one call. Methods of a Function may set more attributes, which a subclass declares."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class VmapInfo(Protocol):
+    """The level of a vmap rule."""
+
+    @property
+    def batch_size(self) -> int: ...
+
 
 _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
@@ -22,12 +44,8 @@ def running_functions(since: CodeType) -> list[type]:
     # They are found by the frames of `apply`. Since torch 2.14 `apply` is in C++, and they are found by the frames of
     # their forwards. A forward always has a frame: torch reads its signature, which a C function does not have.
     frames = list(_frames(since))
-    running = _by_forwards(frames) if _APPLY is None else _by_apply(frames)
+    running = _by_forwards(frames) if _APPLY is None else [f.f_locals["cls"] for f in frames if f.f_code is _APPLY]
     return [cls for cls, _ in groupby(running)]  # torch.func calls a Function once per level
-
-
-def _by_apply(frames: Sequence[FrameType]) -> list[type]:
-    return [frame.f_locals["cls"] for frame in frames if frame.f_code is _APPLY]
 
 
 def _by_forwards(frames: Sequence[FrameType]) -> list[type]:

@@ -18,7 +18,6 @@ __all__ = [
     "grouped_mm",
     "has_derivative",
     "is_composite",
-    "is_foreach",
     "one_by_one",
     "stride_free",
     "under_transforms",
@@ -63,18 +62,12 @@ def is_composite(op: Op) -> bool:
     return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-def is_foreach(op: Op) -> bool:
-    """Whether an aten op applies another op to every tensor of a list, for example `_foreach_add`."""
-    return op._schema.name.startswith("aten::_foreach_")
-
-
 def one_by_one(op: Op, *args: Argument, **kwargs: Argument) -> Argument:
     """Call a foreach op by torch's device-independent kernel, which calls the other op on every tensor."""
     return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _taken(op: Op) -> list[tuple[str, str]]:
-    """Names and types of an op's arguments, without its `out` arguments."""
     return [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
 
 
@@ -88,24 +81,22 @@ def stride_free(op: Target) -> Target:
     return torch.ops.aten.reshape.default if op in _VIEWS else _ON_COPIES.get(op, op)
 
 
-def _on_rows(op: Op) -> Callable[..., Any]:
-    def row(x: Argument) -> Argument:
-        # The sums of exponentials that a kernel saves for its backward have one dim fewer and keep their strides.
-        scattered = isinstance(x, torch.Tensor) and x.ndim > 3 and x.shape[-1] > 1 and x.stride(-1) != 1
-        return x.contiguous() if scattered else x
-
-    return lambda *args, **kwargs: op(*map(row, args), **{name: row(x) for name, x in kwargs.items()})
+def _on_copies(op: Op, copy: Callable[[Argument], Argument]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: op(*map(copy, args), **{name: copy(x) for name, x in kwargs.items()})
 
 
-def _on_contiguous(op: Op) -> Callable[..., Any]:
-    def dense(x: Argument) -> Argument:
-        return x.contiguous() if isinstance(x, torch.Tensor) else x
+def _with_rows(x: Argument) -> Argument:
+    # The sums of exponentials that a kernel saves for its backward have one dim fewer and keep their strides.
+    scattered = isinstance(x, torch.Tensor) and x.ndim > 3 and x.shape[-1] > 1 and x.stride(-1) != 1
+    return x.contiguous() if scattered else x
 
-    return lambda *args, **kwargs: op(*map(dense, args), **{name: dense(x) for name, x in kwargs.items()})
+
+def _contiguous(x: Argument) -> Argument:
+    return x.contiguous() if isinstance(x, torch.Tensor) else x
 
 
 _OF_ROWS = {
-    getattr(torch.ops.aten, name).default: _on_rows(getattr(torch.ops.aten, name).default)
+    getattr(torch.ops.aten, name).default: _on_copies(getattr(torch.ops.aten, name).default, _with_rows)
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     for name in (f"_scaled_dot_product_{kernel}", f"_scaled_dot_product_{kernel}_backward")
     if hasattr(torch.ops.aten, name)
@@ -113,7 +104,7 @@ _OF_ROWS = {
 
 
 _ON_COPIES = _OF_ROWS | {
-    op: _on_contiguous(op)
+    op: _on_copies(op, _contiguous)
     for op in (
         *(torch.ops.aten.native_group_norm.default, torch.ops.aten.native_group_norm_backward.default),
         torch.ops.aten.view.dtype,

@@ -1,16 +1,20 @@
-"""Objects per thread. Autograd's threads share the objects of the thread that called the backward."""
+"""Objects per thread, and replacements for all threads.
+
+Autograd's threads share the objects of the thread that called the backward.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["of_thread", "pushed"]
+__all__ = ["Replacement", "of_thread", "pushed"]
 
 T = TypeVar("T")
 
@@ -43,3 +47,29 @@ def _stash(key: str, value: object) -> None:
     torch._C._stash_obj_in_tls(key, value)
     if sys.getrefcount(value) == before:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+class Replacement:
+    """Attributes `(owner, name, value)` of torch that are replaced for all threads while some thread is inside."""
+
+    def __init__(self, *replaced: tuple[Any, str, Any]) -> None:
+        self._replaced = replaced
+        self.originals: list[Any] = []  # None for an attribute that its owner inherits
+        self._lock, self._inside = threading.Lock(), 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._lock:
+            if not self._inside:
+                self.originals = [vars(owner).get(name) for owner, name, _ in self._replaced]
+                for owner, name, value in self._replaced:
+                    setattr(owner, name, value)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                restored = [] if self._inside else self.originals
+                for original, (owner, name, _) in zip(restored, self._replaced, strict=False):
+                    delattr(owner, name) if original is None else setattr(owner, name, original)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+
+from .threads import of_thread, pushed
 
 __all__ = [
     "TorchDispatchMode",
@@ -71,9 +73,8 @@ def next_node_number() -> int:
 
 def differentiating_level() -> int:
     """Return the number of active torch.func levels that differentiate (grad, vjp, jvp)."""
-    stack = torch._C._functorch.get_interpreter_stack()
-    differentiating = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-    return 0 if stack is None else sum(level.key() in differentiating for level in stack)
+    kinds = torch._C._functorch.TransformType
+    return sum(key in (kinds.Grad, kinds.Jvp) for key in _level_keys())
 
 
 def is_inside_transform() -> bool:
@@ -112,23 +113,19 @@ def mapped_dims(tensor: torch.Tensor) -> list[int]:
 
 def needs_higher_derivatives() -> bool:
     """Whether a forward-mode or second derivative is active, which fused kernels do not support."""
-    keys = [*_around.get(), *_level_keys()]
+    keys = [*chain(*_around()), *_level_keys()]
     kinds = torch._C._functorch.TransformType
     return kinds.Jvp in keys or keys.count(kinds.Grad) > 1
 
 
-_around: ContextVar[tuple[Any, ...]] = ContextVar("levels around a trace", default=())
-
-
-@contextmanager
-def counting_levels() -> Iterator[None]:
+def counting_levels() -> AbstractContextManager[None]:
     """Count the active torch.func levels in `needs_higher_derivatives`, although a trace disables them."""
     # They will differentiate or map the traced ops.
-    token = _around.set((*_around.get(), *_level_keys()))
-    try:
-        yield
-    finally:
-        _around.reset(token)
+    return pushed(_around(), _level_keys())
+
+
+def _around() -> list[list[Any]]:
+    return of_thread("levels around a trace", list)
 
 
 def _level_keys() -> list[Any]:

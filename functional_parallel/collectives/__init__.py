@@ -1,7 +1,21 @@
 """Typed collectives: functions of values. Their forward determines their backward. See README.md in this folder."""
 
-from . import guards, ops, reference, slots
-from .api import all_gather, all_to_all, pbroadcast, pmax, pmean, pmin, ppermute, pscatter, psum, psum_scatter
+from . import ops, reference, slots  # ops first: the primitives call them
+from .api import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    pbroadcast,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pscatter,
+    psum,
+    psum_scatter,
+    pvary,
+)
 from .axes import (
     MICROBATCH,
     Axes,
@@ -13,20 +27,17 @@ from .axes import (
     hidden_axes,
     hide,
     mesh_axis_size,
-    normalize_axes,
     snapshot,
     trace_only,
 )
-from .casts import axis_index, pcast, pvary
 from .communicator import Communicator, Lane
 from .dim_split import DimSplit
-from .grad_mode import called_with_gradients, called_without_gradients, keeping_grad_mode
-from .guards import check_callable, check_op, guard
+from .guards import check_callable, check_op
 from .ops import primitive_of
-from .primitives import apply_primitive
+from .primitives import apply_primitive, gradients_at_call, keeping_grad_mode
 from .slots import AHEAD, ALIGNMENT, GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, places, slot_bytes
 from .torch_names import broadcast, gather, recv, reduce, scatter, send
-from .types import State, Type, dual, result_type, source_state
+from .types import State, Type, dual, result_type
 from .vmap import dims_of_leaves, is_mapped, vmap
 
 __all__ = [
@@ -54,22 +65,18 @@ __all__ = [
     "axis_size",
     "bind",
     "broadcast",
-    "called_with_gradients",
-    "called_without_gradients",
     "check_callable",
     "check_op",
     "current_axes",
     "dims_of_leaves",
     "dual",
     "gather",
-    "guard",
-    "guards",
+    "gradients_at_call",
     "hidden_axes",
     "hide",
     "is_mapped",
     "keeping_grad_mode",
     "mesh_axis_size",
-    "normalize_axes",
     "ops",
     "pbroadcast",
     "pcast",
@@ -92,7 +99,6 @@ __all__ = [
     "slot_bytes",
     "slots",
     "snapshot",
-    "source_state",
     "trace_only",
     "vmap",
 ]

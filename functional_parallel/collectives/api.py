@@ -15,14 +15,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import shapes
-from .axes import Axes, axis_size
+from . import primitives, shapes
+from .axes import Axes, axis_size, normalize_axes
 from .leaves import NUMBERS, Leaf, checked_emit, over_leaves, split_dim_of
+from .types import State
 
 __all__ = [
     "all_gather",
     "all_to_all",
+    "axis_index",
     "pbroadcast",
+    "pcast",
     "pmax",
     "pmean",
     "pmin",
@@ -30,6 +33,7 @@ __all__ = [
     "pscatter",
     "psum",
     "psum_scatter",
+    "pvary",
 ]
 
 Tree = TypeVar("Tree")
@@ -130,6 +134,13 @@ def pmin(x: Tree, axis: Axes) -> Tree:
         A pytree of the same shapes.
     """
     return _extreme("pmin", x, axis)
+
+
+def _extreme(operation: str, tree: Tree, axis: Axes) -> Tree:
+    def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
+        return value if isinstance(value, NUMBERS) else checked_emit(operation, value, axes)
+
+    return over_leaves(operation, leaf, tree, axis, numbers=True)
 
 
 def psum_scatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
@@ -314,8 +325,81 @@ def pbroadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
     return over_leaves("pbroadcast", leaf, x, axis)
 
 
-def _extreme(operation: str, tree: Tree, axis: Axes) -> Tree:
-    def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
-        return value if isinstance(value, NUMBERS) else checked_emit(operation, value, axes)
+# --- Casts, which send nothing, and the index of the rank ---
 
-    return over_leaves(operation, leaf, tree, axis, numbers=True)
+
+def pcast(x: Tree, axis: Axes, to: str, src: str = "auto") -> Tree:
+    """Change the type of a value without changing or sending it.
+
+    ========  ==========================================  ==========================
+    type      meaning                                     transpose
+    ========  ==========================================  ==========================
+    I → V     from here on the ranks may differ           psum
+    I → R     the gradient is wanted as partial sums      psum, of partial sums
+    R → V     from here on the ranks may differ           V → U
+    V → U     the values are partial sums                 R → V
+    ========  ==========================================  ==========================
+
+    >>> from functional_parallel.collectives import vmap
+    >>> gradient = torch.func.grad(lambda w, x: pcast(w, "i", to="varying") * x)
+    >>> w, xs = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
+    >>> vmap(gradient, in_dims=(None, 0), out_dims=None, axis_name="i")(w, xs)
+    tensor(6.)
+
+    Args:
+        x: pytree of tensors; numbers are Invariant and pass unchanged.
+        axis: mesh axis or axes.
+        to: "varying", "reduced" or "unreduced".
+        src: state of x. In a compiled program the checker infers it. In an eager run, "auto" means Invariant (for
+            `to="unreduced"`: Varying), so a cast from Reduced must pass `src="reduced"`.
+
+    Returns:
+        A pytree of the same values.
+
+    Raises:
+        CollectiveTypeError: when x is known to have another state than the source of the cast.
+    """
+
+    def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
+        if isinstance(value, NUMBERS):
+            return value
+        return checked_emit("pcast", value, axes, src=src, dst=State(to).value)
+
+    return over_leaves("pcast", leaf, x, axis, numbers=True)
+
+
+def pvary(x: Tree, axis: Axes) -> Tree:
+    """Cast an Invariant value to Varying. Nothing is sent, and its gradient is summed over the ranks.
+
+    Type I → V. Transposes to `psum`. For a parameter that is combined with sharded data, this is data parallelism.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: pvary(x, "i"), in_dims=None, axis_name="i", axis_size=3)(torch.tensor(7))
+    tensor([7, 7, 7])
+
+    Args:
+        x: pytree of tensors, equal on all ranks.
+        axis: mesh axis or axes.
+
+    Returns:
+        A pytree of the same values.
+    """
+    return pcast(x, axis, "varying")
+
+
+def axis_index(axis: Axes) -> Tensor:
+    """Return the index of this rank along an axis, or along several axes, the first one major.
+
+    Type V, an integer scalar. It has no derivative.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: axis_index("i") * x, axis_name="i")(torch.tensor([5, 5, 5]))
+    tensor([ 0,  5, 10])
+
+    Args:
+        axis: mesh axis or axes.
+
+    Returns:
+        An int64 scalar.
+    """
+    return primitives.axis_index(normalize_axes(axis))

@@ -12,7 +12,7 @@ of its forward, even after the `bind` has ended or inside another `bind`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import prod
@@ -84,10 +84,9 @@ def normalize_axes(axes: Axes) -> tuple[str, ...]:
 # --- Binding ---
 
 
-@contextmanager
 def bind(
     sizes: Mapping[str, int], carrier: Communicator | Lane | None, samples: Mapping[str, int] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Bind axis names inside a `with` block. They shadow outer bindings of the same names.
 
     The carrier is None while a function is only traced. `samples` has the batch size of each microbatch axis that does
@@ -95,8 +94,7 @@ def bind(
     """
     cut = samples or {}
     bindings = {name: Binding(size, carrier, samples=cut.get(name)) for name, size in sizes.items()}
-    with restored(MappingProxyType({**_environment.get(), **bindings})):
-        yield
+    return restored(MappingProxyType({**_environment.get(), **bindings}))
 
 
 def are_bound(sizes: Mapping[str, int], carrier: Communicator | Lane) -> bool:
@@ -105,8 +103,7 @@ def are_bound(sizes: Mapping[str, int], carrier: Communicator | Lane) -> bool:
     return all(each is not None and each.carrier is carrier and not each.hidden for each in found)
 
 
-@contextmanager
-def hide(names: Axes) -> Iterator[None]:
+def hide(names: Axes) -> AbstractContextManager[None]:
     """Forbid collectives over some axes inside a `with` block. `mesh_axis_size` still returns their sizes.
 
     >>> with bind({"data": 4}, None), hide("data"):
@@ -117,17 +114,14 @@ def hide(names: Axes) -> Iterator[None]:
     for name in normalize_axes(names):
         if name in environment:
             environment[name] = replace(environment[name], hidden=True)
-    with restored(MappingProxyType(environment)):
-        yield
+    return restored(MappingProxyType(environment))
 
 
-@contextmanager
-def trace_only() -> Iterator[None]:
+def trace_only() -> AbstractContextManager[None]:
     """Remove the communicators inside a `with` block: axes keep their sizes, and collectives can only be traced."""
     # A tracer that disables torch.func's levels enters this context, so that no axis is bound to a disabled level.
     bindings = {name: replace(binding, carrier=None) for name, binding in _environment.get().items()}
-    with restored(MappingProxyType(bindings)):
-        yield
+    return restored(MappingProxyType(bindings))
 
 
 def snapshot() -> Environment:

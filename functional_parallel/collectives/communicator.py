@@ -8,6 +8,7 @@ represented by `Lane`, and the vmap rules of the primitives do its work. `refere
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -59,15 +60,9 @@ class Communicator(Protocol):
         """Return the index of this rank along the axes."""
 
 
+@dataclass(frozen=True, eq=False)
 class Lane:
-    """Binding of an axis to a vmap level. The vmap rules of the primitives do its work.
+    """Binding of an axis to a vmap level. The vmap rules of the primitives do its work."""
 
-    `index` has the index of each entry, and is mapped over this level only.
-    """
-
-    def __init__(self, name: str, index: Tensor) -> None:
-        self.name = name
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"Lane({self.name!r})"
+    name: str
+    index: Tensor = field(repr=False)  # index of each entry, mapped over this level only

@@ -9,16 +9,16 @@ replacement.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import _torch
 from ..errors import ForeignCollectiveError
 
-__all__ = ["check_callable", "check_op", "guard"]
+__all__ = ["check_callable", "check_op"]
 
 _NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
@@ -66,26 +66,9 @@ def check_callable(fn: Callable[..., Any]) -> None:
     The module may be the function itself, its bound object, an argument of a partial, in its closure, or a global that
     its code uses.
     """
-    for module in _held_modules(fn, set()):
+    for module in _held_modules(fn):
         for part in module.modules():
             _check_module(part)
-
-
-def guard() -> _Guard:
-    """Return a context manager in which collectives of torch.distributed raise an error."""
-    return _Guard()  # type: ignore[no-untyped-call]
-
-
-class _Guard(_torch.TorchDispatchMode):
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        check_op(func)
-        return func(*args, **(kwargs or {}))
 
 
 def _check_module(module: nn.Module) -> None:
@@ -99,31 +82,30 @@ def _check_module(module: nn.Module) -> None:
             )
 
 
-def _held_modules(fn: Callable[..., Any], seen: set[int]) -> Iterator[nn.Module]:
-    if id(fn) in seen:
-        return
-    seen.add(id(fn))
-    if isinstance(fn, nn.Module):
-        yield fn
-    elif isinstance(fn, functools.partial):
-        for held in (fn.func, *fn.args, *fn.keywords.values()):
-            yield from _held_modules(held, seen)
-    else:
-        yield from _held_modules_of_function(fn, seen)
+def _held_modules(fn: Callable[..., Any]) -> Iterator[nn.Module]:
+    pending, seen = [fn], set[int]()
+    while pending:
+        held = pending.pop(0)
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, nn.Module):
+            yield held
+        elif isinstance(held, functools.partial):
+            pending += [held.func, *held.args, *held.keywords.values()]
+        else:
+            pending += _held_by_function(held)
 
 
-def _held_modules_of_function(fn: Callable[..., Any], seen: set[int]) -> Iterator[nn.Module]:
+def _held_by_function(fn: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield the modules, and the functions of the closure, that a function reaches."""
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, nn.Module):
         yield owner
     for cell in getattr(fn, "__closure__", None) or ():
-        try:
-            held = cell.cell_contents
-        except ValueError:  # a name that the enclosing function has not assigned yet
-            continue
-        if callable(held):
-            yield from _held_modules(held, seen)
+        with suppress(ValueError):  # a name that the enclosing function has not assigned yet
+            if callable(cell.cell_contents):
+                yield cell.cell_contents
     code, names = getattr(fn, "__code__", None), getattr(fn, "__globals__", {})
-    for name in code.co_names if code is not None else ():
-        if isinstance(names.get(name), nn.Module):
-            yield from _held_modules(names[name], seen)
+    reached = (names.get(name) for name in code.co_names) if code is not None else ()
+    yield from (value for value in reached if isinstance(value, nn.Module))

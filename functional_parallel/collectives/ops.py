@@ -33,10 +33,10 @@ def primitive_of(op: Target) -> str | None:
     return _names.get(op)
 
 
-def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+def _define(schema: str, fake: Callable[..., Tensor], kernel: Callable[..., Tensor] | None = None) -> None:
     name = schema.split("(")[0]
     _library.define(schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _library.impl(name, kernel or _carried(name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp::{name}", fake, lib=_library)
     if name != "axis_index":
         _library.impl(name, _underivable(name), "Autograd", with_keyset=True)
@@ -74,12 +74,13 @@ def _unbatchable(name: str) -> Callable[..., Tensor]:
 
 
 def _carried(name: str) -> Callable[..., Tensor]:
-    """Return the kernel of an op `name(x, axes, *params)`, which calls the communicator's method of that name."""
+    """Return the kernel of an op `name(x, axes, *params)` that calls the communicator's method of that name."""
 
     def kernel(x: Tensor, axes: Sequence[str], *params: Param) -> Tensor:
         if axis_size(axes) == 1:
             return _identity(name, x, params)
-        carried: Tensor = getattr(_carrier(name, axes), name)(x, tuple(axes), *_without_states(params))
+        values = [param for param in params if not isinstance(param, str)]  # without states
+        carried: Tensor = getattr(_carrier(name, axes), name)(x, tuple(axes), *values)
         return carried.contiguous()
 
     return kernel
@@ -90,10 +91,6 @@ def _identity(name: str, x: Tensor, params: Sequence[Param]) -> Tensor:
     if name == "ppermute" and not params[0]:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _without_states(params: Sequence[Param]) -> list[Param]:
-    return [param for param in params if not isinstance(param, str)]
 
 
 def _carrier(name: str, axes: Sequence[str]) -> Communicator:
@@ -108,25 +105,20 @@ def _same_shape(x: Tensor, axes: Sequence[str], *params: Param) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_psum_scatter(x: Tensor, axes: Sequence[str], dim: int, src: str) -> Tensor:
-    return x.new_empty(shapes.chunk_shape("psum_scatter", x.shape, dim, axes))
+def _chunk(name: str) -> Callable[..., Tensor]:
+    return lambda x, axes, dim, *_: x.new_empty(shapes.chunk_shape(name, x.shape, dim, axes))
 
 
-def _fake_all_gather(x: Tensor, axes: Sequence[str], dim: int, _: Param) -> Tensor:
-    return x.new_empty(shapes.gathered_shape("all_gather", x.shape, dim, axes))
+def _gathered(name: str) -> Callable[..., Tensor]:
+    return lambda x, axes, dim, *_: x.new_empty(shapes.gathered_shape(name, x.shape, dim, axes))
 
 
-def _fake_pscatter(x: Tensor, axes: Sequence[str], dim: int, *_: Param) -> Tensor:
-    return x.new_empty(shapes.chunk_shape("pscatter", x.shape, dim, axes))
-
-
-def _fake_all_to_all(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim: int) -> Tensor:
+def _exchanged(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim: int) -> Tensor:
     shape = shapes.chunk_shape("all_to_all", x.shape, split_dim, axes)
     return x.new_empty(shapes.gathered_shape("all_to_all", shape, concat_dim, axes))
 
 
 def _pscatter(x: Tensor, axes: Sequence[str], dim: int) -> Tensor:
-    """Slice of a replicated value, without communication."""
     chunk = shapes.chunk_shape("pscatter", x.shape, dim, axes)[dim]
     index = 0 if axis_size(axes) == 1 else _carrier("pscatter", axes).axis_index(tuple(axes))
     return x.narrow(dim, index * chunk, chunk).clone(memory_format=torch.contiguous_format)
@@ -147,22 +139,18 @@ def _fake_axis_index(axes: Sequence[str]) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-_define("psum(Tensor x, str[] axes, str src) -> Tensor", _carried("psum"), _same_shape)
-_define("psum_scatter(Tensor x, str[] axes, int dim, str src) -> Tensor", _carried("psum_scatter"), _fake_psum_scatter)
-_define("all_gather(Tensor x, str[] axes, int dim, str dst) -> Tensor", _carried("all_gather"), _fake_all_gather)
-_define("pscatter(Tensor x, str[] axes, int dim) -> Tensor", _pscatter, _fake_pscatter)
-_define(
-    "all_to_all(Tensor x, str[] axes, int split_dim, int concat_dim) -> Tensor",
-    _carried("all_to_all"),
-    _fake_all_to_all,
-)
-_define("ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", _carried("ppermute"), _same_shape)
-_define("pmax(Tensor x, str[] axes) -> Tensor", _carried("pmax"), _same_shape)
-_define("pmin(Tensor x, str[] axes) -> Tensor", _carried("pmin"), _same_shape)
-_define("pbroadcast(Tensor x, str[] axes, int source) -> Tensor", _carried("pbroadcast"), _same_shape)
-_define("broadcast(Tensor x, str[] axes, int owner, str dst) -> Tensor", _carried("broadcast"), _same_shape)
-_define("scatter(Tensor x, str[] axes, int dim, int owner) -> Tensor", _carried("scatter"), _fake_pscatter)
-_define("gather(Tensor x, str[] axes, int dim, int owner) -> Tensor", _carried("gather"), _fake_all_gather)
-_define("reduce(Tensor x, str[] axes, int owner, str src) -> Tensor", _carried("reduce"), _same_shape)
-_define("pcast(Tensor x, str[] axes, str src, str dst) -> Tensor", _pcast, _same_shape)
-_define("axis_index(str[] axes) -> Tensor", _axis_index, _fake_axis_index)
+_define("psum(Tensor x, str[] axes, str src) -> Tensor", _same_shape)
+_define("psum_scatter(Tensor x, str[] axes, int dim, str src) -> Tensor", _chunk("psum_scatter"))
+_define("all_gather(Tensor x, str[] axes, int dim, str dst) -> Tensor", _gathered("all_gather"))
+_define("pscatter(Tensor x, str[] axes, int dim) -> Tensor", _chunk("pscatter"), _pscatter)
+_define("all_to_all(Tensor x, str[] axes, int split_dim, int concat_dim) -> Tensor", _exchanged)
+_define("ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", _same_shape)
+_define("pmax(Tensor x, str[] axes) -> Tensor", _same_shape)
+_define("pmin(Tensor x, str[] axes) -> Tensor", _same_shape)
+_define("pbroadcast(Tensor x, str[] axes, int source) -> Tensor", _same_shape)
+_define("broadcast(Tensor x, str[] axes, int owner, str dst) -> Tensor", _same_shape)
+_define("scatter(Tensor x, str[] axes, int dim, int owner) -> Tensor", _chunk("scatter"))
+_define("gather(Tensor x, str[] axes, int dim, int owner) -> Tensor", _gathered("gather"))
+_define("reduce(Tensor x, str[] axes, int owner, str src) -> Tensor", _same_shape)
+_define("pcast(Tensor x, str[] axes, str src, str dst) -> Tensor", _same_shape, _pcast)
+_define("axis_index(str[] axes) -> Tensor", _fake_axis_index, _axis_index)

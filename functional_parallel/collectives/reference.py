@@ -22,7 +22,6 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "apply_reference",
-    "axis_index",
     "pbroadcast",
     "pcast",
     "pmax",
@@ -95,11 +94,6 @@ def pbroadcast(values: Values, source: int) -> list[Tensor]:
 def pcast(values: Values) -> list[Tensor]:
     """Return the values unchanged."""
     return list(values)
-
-
-def axis_index(size: int) -> list[Tensor]:
-    """Return the index of each rank."""
-    return list(torch.arange(size).unbind())
 
 
 def _sum(values: Values, reduce_dtype: torch.dtype | None) -> Tensor:

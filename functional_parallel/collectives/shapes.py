@@ -14,7 +14,6 @@ __all__ = ["canonical_dim", "checked_pairs", "checked_rank", "chunk_shape", "gat
 
 
 def canonical_dim(operation: str, shape: Sequence[int], dim: int) -> int:
-    """Return `dim` counted from the front."""
     if not -len(shape) <= dim < len(shape):
         has = (
             f"the operand of shape {tuple(shape)} has dims 0 … {len(shape) - 1}" if shape else "the operand is a scalar"

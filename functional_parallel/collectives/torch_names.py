@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .api import all_gather, all_to_all, pbroadcast, ppermute, psum
+from .api import all_gather, all_to_all, axis_index, pbroadcast, ppermute, psum, pvary
 from .axes import Axes, axis_size
-from .casts import axis_index, pvary
 from .leaves import over_leaves, split_dim_of
 
 __all__ = ["InFlightValue", "broadcast", "gather", "recv", "reduce", "scatter", "send"]
@@ -123,8 +122,6 @@ class InFlightValue(Generic[Tree]):
     """Value in flight from one rank to another. `recv` returns it."""
 
     value: Tree  # the received value on the target, zeros on all other ranks
-    source: int
-    target: int
 
 
 def send(x: Tree, axis: Axes, source: int, target: int) -> InFlightValue[Tree]:
@@ -148,7 +145,7 @@ def send(x: Tree, axis: Axes, source: int, target: int) -> InFlightValue[Tree]:
     Raises:
         CollectiveShapeError: when there is no such rank.
     """
-    return InFlightValue(ppermute(x, axis, [(source, target)]), source, target)
+    return InFlightValue(ppermute(x, axis, [(source, target)]))
 
 
 def recv(sent: InFlightValue[Tree]) -> Tree:

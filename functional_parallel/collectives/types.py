@@ -174,12 +174,16 @@ def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: 
     if operation == "axis_index":
         return operand.having(axes, _V)
     if operation in _NONLINEAR:
-        _refuse_unreduced(operation, operand)
+        for axis in sorted(operand.axes(_U)):
+            raise _mismatch(operation, axis, _U, _FIX_BY_STATE[_U])
     source = source_state(operation, operand, axes, **params)
     if operation in ("pcast", "broadcast"):
         return operand.having(axes, State(params["dst"]))
     if operation == "all_gather":
-        return operand.having(axes, _gathered(params.get("dst", "varying")))
+        dst = State(params.get("dst", "varying"))
+        if dst not in _GATHERED:
+            raise CollectiveTypeError(f"all_gather to {dst.value!r}: it gathers to 'varying', 'invariant' or 'reduced'")
+        return operand.having(axes, dst)
     return operand.having(axes, _RULES[operation][source])
 
 
@@ -232,18 +236,6 @@ _CAST_FIXES = {
     (_U, _I): "partial sums must be summed; write fp.psum(x, {axis!r})",
     (_U, _R): "partial sums must be summed; write fp.psum(x, {axis!r})",
 }
-
-
-def _gathered(dst: Param) -> State:
-    state = State(dst)
-    if state not in _GATHERED:
-        raise CollectiveTypeError(f"all_gather to {dst!r}: it gathers to 'varying', 'invariant' or 'reduced'")
-    return state
-
-
-def _refuse_unreduced(operation: str, operand: Type) -> None:
-    for axis in sorted(operand.axes(_U)):
-        raise _mismatch(operation, axis, _U, _FIX_BY_STATE[_U])
 
 
 def _mismatch(operation: str, axis: str, state: State, fix: str) -> CollectiveTypeError:

@@ -13,7 +13,7 @@ that is combined with Varying data needs `fp.pvary`. Without it, its gradient is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from typing import Any
 
@@ -67,7 +67,7 @@ def vmap(
             raise ValueError(
                 "vmap over dataclasses in chunks: torch.func.vmap does not know them; leave chunk_size out"
             )
-        leaves, structure = _flatten(args)
+        leaves, structure = optree.tree_flatten(args)
         dims = dims_of_leaves(in_dims, args)
         size = _checked_size(axis_name, axis_size, leaves, dims)
         results = _Results(axis_name, out_dims)
@@ -78,19 +78,20 @@ def vmap(
                 return results.keep(fn(*optree.tree_unflatten(structure, inner), **kwargs), lane)
 
         stacked = torch.func.vmap(with_lane, (0, *dims), randomness=randomness)
-        return results.join(stacked(torch.arange(size, device=_device_of(leaves)), *leaves))
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
+        return results.join(stacked(torch.arange(size, device=device), *leaves))
 
     return mapped
 
 
+@dataclass
 class _Results:
     """Results of the mapped function. Results that all entries share bypass torch's vmap."""
 
     # torch rejects out_dims=None for a result that an outer level maps, even if the result is unmapped at this level.
 
-    def __init__(self, axis_name: str | None, out_dims: Dims) -> None:
-        self.axis_name = axis_name
-        self.out_dims = out_dims
+    axis_name: str | None
+    out_dims: Dims
 
     def keep(self, outputs: Any, lane: Lane) -> list[Tensor]:
         register_dataclasses(outputs)
@@ -133,15 +134,6 @@ def _holds_dataclasses(args: tuple[Any, ...]) -> bool:
     return any(map(is_dataclass, optree.tree_leaves(args, is_leaf=is_dataclass)))
 
 
-def _flatten(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    result: tuple[list[Any], Any] = optree.tree_flatten(args)
-    return result
-
-
-def _device_of(leaves: Sequence[Any]) -> torch.device | None:
-    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
-
-
 def dims_of_leaves(in_dims: Dims, args: tuple[Any, ...]) -> list[int | None]:
     """Return the mapped dim of every leaf of the arguments; None for a leaf that is not a tensor."""
     if isinstance(in_dims, list):
@@ -153,15 +145,14 @@ def dims_of_leaves(in_dims: Dims, args: tuple[Any, ...]) -> list[int | None]:
 
 
 def _checked_size(axis_name: str | None, given: int | None, leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
-    sizes = [leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
+    sizes: list[int] = [leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
     if given is not None:
         sizes.append(given)
     if not sizes:
         raise ValueError(f"vmap over {axis_name!r}: no argument is mapped, so its size is not known; give axis_size=")
     if any(size != sizes[0] for size in sizes):
         raise ValueError(f"vmap over {axis_name!r}: the mapped dims (and axis_size) must agree, but are {sizes}")
-    result: int = sizes[0]
-    return result
+    return sizes[0]
 
 
 def _broadcast(dims: Dims, tree: Any) -> list[int | None]:

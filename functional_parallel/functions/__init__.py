@@ -4,7 +4,7 @@ from .derivatives import grad, grad_and_value, hessian, jvp, unused, vmap
 from .foreign import require_function, require_mesh, written_here
 from .forward_first import filled
 from .functional import functional
-from .keywords import explain_keywords
+from .keywords import bind_positional, explain_keywords
 from .local_function import (
     STACK_DIM,
     Layout,
@@ -15,7 +15,6 @@ from .local_function import (
     refuse_unknown_axes,
     specs_per_leaf,
 )
-from .positional import bind_positional
 from .request import LayerConversion, PyTree, Request, SpecTree
 
 __all__ = [

@@ -7,7 +7,6 @@ outside of the program. Here statistics are those of the global batch, so it is 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,11 +28,8 @@ _synchronised = nn.SyncBatchNorm.forward
 
 def holds_batch_norms(module: nn.Module) -> bool:
     """Whether a module has a batch norm with a forward that must be replaced."""
-    return any(_is_replaced(each) for each in module.modules())
-
-
-def _is_replaced(module: nn.Module) -> bool:
-    return isinstance(module, nn.SyncBatchNorm) or (isinstance(module, _CLASSES) and module.momentum is None)
+    norms = (each for each in module.modules() if isinstance(each, _CLASSES))
+    return any(each.momentum is None or isinstance(each, nn.SyncBatchNorm) for each in norms)
 
 
 def require_no_group(module: nn.Module) -> None:
@@ -41,7 +37,7 @@ def require_no_group(module: nn.Module) -> None:
     wrong = [
         path or "the module"
         for path, each in module.named_modules()
-        if isinstance(each, nn.SyncBatchNorm) and each.process_group is not None and not _is_world(each.process_group)
+        if isinstance(each, nn.SyncBatchNorm) and each.process_group not in (None, torch.distributed.group.WORLD)
     ]
     if wrong:
         raise ValueError(
@@ -51,22 +47,12 @@ def require_no_group(module: nn.Module) -> None:
         )
 
 
-def _is_world(group: torch.distributed.ProcessGroup) -> bool:
-    distributed = torch.distributed
-    return distributed.is_initialized() and group is distributed.group.WORLD
-
-
 @contextmanager
 def as_batch_norms() -> Iterator[None]:
     """Run the batch norms that this thread calls inside as plain ones over their input batch."""
-    # The `forward` of the classes is replaced for all threads while any thread is inside. Threads that are not inside
-    # still get torch's behaviour.
-    _forwards.enter()
-    try:
-        with _torch.pushed(_inside(), True):
-            yield
-    finally:
-        _forwards.leave()
+    # Threads that are not inside still get torch's behaviour.
+    with _forwards.active(), _torch.pushed(_inside(), True):
+        yield
 
 
 def _inside() -> list[bool]:
@@ -92,26 +78,4 @@ def _averaged(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class _Forwards:
-    """Forwards of the classes, and the number of calls that need them replaced."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._inside:
-                for each in _CLASSES:
-                    each.forward = _forward  # type: ignore[assignment,method-assign]
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                for each in _CLASSES[:-1]:
-                    del each.forward
-                nn.SyncBatchNorm.forward = _synchronised  # type: ignore[method-assign]
-
-
-_forwards = _Forwards()
+_forwards = _torch.Replacement(*((each, "forward", _forward) for each in _CLASSES))

@@ -26,8 +26,8 @@ from ..collectives import vmap as _vmap
 from ..ir import hollow, info, is_trained, primitive_name, update_info
 from ..tracing import Recorder, recorder
 from .forward_first import filled, forward_first
+from .keywords import copy_signature
 from .local_function import LocalFunction, as_local_function
-from .positional import copy_signature
 from .request import PyTree, SpecTree
 
 __all__ = ["grad", "grad_and_value", "hessian", "jvp", "unused", "vmap"]
@@ -52,9 +52,7 @@ def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = 
         argument, with None for each leaf that is not a floating-point tensor. For a local f, a local function.
     """
     call = _gradient_call(f, argnums, has_aux)
-    if not isinstance(f, LocalFunction):
-        return copy_signature(f, call)
-    return _local(f, call, lambda args: (_gradient_specs(f, args, argnums), f.results), "grad_and_value")
+    return _derived(f, call, lambda own, args: (_gradient_specs(own, args, argnums), own.results), "grad_and_value")
 
 
 def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -76,11 +74,11 @@ def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> 
         grads, value = both(*args, **named)
         return (grads, value[1]) if has_aux else grads
 
-    def specs(args: tuple[PyTree, ...]) -> SpecTree:
-        own = _gradient_specs(f, args, argnums)  # type: ignore[arg-type]
-        return (own, f.results[1]) if has_aux else own  # type: ignore[attr-defined]
+    def specs(own: LocalFunction, args: tuple[PyTree, ...]) -> SpecTree:
+        found = _gradient_specs(own, args, argnums)
+        return (found, own.results[1]) if has_aux else found
 
-    return _local(f, gradients, specs, "grad") if isinstance(f, LocalFunction) else copy_signature(f, gradients)
+    return _derived(f, gradients, specs, "grad")
 
 
 def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
@@ -102,8 +100,8 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
         return torch.func.jacfwd(grad(f, argnums), argnums)  # a body types the reverse pass
     call = torch.func.hessian(_run_of(f), argnums)
 
-    def results(args: tuple[PyTree, ...]) -> P:
-        spec = f.layout.arguments(args)[argnums]
+    def results(own: LocalFunction, args: tuple[PyTree, ...]) -> P:
+        spec = own.layout.arguments(args)[argnums]
         if not isinstance(spec, P) or spec.axes:
             raise ValueError(
                 f"fp.hessian by a sharded or structured argument ({spec}): each rank would hold some blocks of the "
@@ -111,7 +109,7 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
             )
         return spec.dual()
 
-    return _local(f.without_schedule(), call, results, "hessian")
+    return _derived(f.without_schedule(), call, results, "hessian")
 
 
 def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
@@ -323,11 +321,16 @@ def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Se
 # --- Layouts ---
 
 
-def _local(
-    f: LocalFunction, call: Callable[..., PyTree], results: Callable[[tuple[PyTree, ...]], SpecTree], name: str
-) -> LocalFunction:
+def _derived(
+    f: Callable[..., PyTree],
+    call: Callable[..., PyTree],
+    results: Callable[[LocalFunction, tuple[PyTree, ...]], SpecTree],
+    name: str,
+) -> Callable[..., PyTree]:
+    if not isinstance(f, LocalFunction):
+        return copy_signature(f, call)
     layout = replace(f.layout, describe=(*f.layout.describe, name))
-    return LocalFunction(lambda *args: (call(*args), results(args)), layout, f.name)
+    return LocalFunction(lambda *args: (call(*args), results(f, args)), layout, f.name)
 
 
 def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums) -> SpecTree:

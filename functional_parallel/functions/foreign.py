@@ -47,7 +47,6 @@ def require_function(f: Callable[..., PyTree], who: str) -> None:
 
 
 def require_module(module: nn.Module, who: str) -> None:
-    """Refuse an object that is not an `nn.Module`."""
     if not isinstance(module, nn.Module):
         name = getattr(module, "__name__", "")
         kind = f"the function {name}" if callable(module) and name else type(module).__name__

@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import nn
 
-from ..collectives import guards
+from ..collectives import check_callable
 from ..tracing import assume
 from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
 from .foreign import require_module
@@ -54,54 +54,33 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
             parameters of the module are on the meta device but the passed parameters are not.
     """
     require_module(module, "fp.functional")
-    guards.check_callable(module)
+    check_callable(module)
     require_no_group(module)
     every = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad} or every
     params = {name: parameter.detach() for name, parameter in trained.items()}
     frozen = {name: parameter.detach() for name, parameter in every.items() if name not in trained}
     state = {name: buffer.detach() for name, buffer in module.named_buffers()}
-    if not buffers:
-        return _without_state(module, {**frozen, **state}), params
-    return _with_state(module, frozen), params, state
-
-
-def _without_state(module: nn.Module, constants: Tensors) -> Model:
     norms = as_batch_norms if holds_batch_norms(module) else nullcontext
-    modes, valueless = _modes(module), [name for name, constant in constants.items() if constant.is_meta]
+    parts = tuple(module.modules())
+    valueless = [name for name, constant in {**frozen, **state}.items() if constant.is_meta]
+
+    def run(tensors: Tensors, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+        assume(lambda: tuple([part.training for part in parts]))
+        with norms():
+            return torch.func.functional_call(module, tensors, args, kwargs)
 
     def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        assume(modes)
         if valueless and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in params.values()):
             raise ValueError(_VALUELESS.format(module=type(module).__name__, names=", ".join(valueless)))
-        with norms():
-            return torch.func.functional_call(module, {**constants, **params}, args, kwargs)
+        return run({**frozen, **state, **params}, args, kwargs)
 
-    return _named(fn, module)
-
-
-def _with_state(module: nn.Module, constants: Tensors) -> Model:
-    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
-    modes = _modes(module)
-
-    def fn(params: Tensors, state: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        assume(modes)
+    def fn_of_state(params: Tensors, state: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
         own = {name: buffer.clone() for name, buffer in state.items()}
-        with norms():
-            result = torch.func.functional_call(module, {**constants, **params, **own}, args, kwargs)
-        return result, own
+        return run({**frozen, **params, **own}, args, kwargs), own
 
-    return _named(fn, module)
-
-
-def _modes(module: nn.Module) -> Callable[[], tuple[bool, ...]]:
-    parts = tuple(module.modules())
-    return lambda: tuple([part.training for part in parts])
-
-
-def _named(fn: Model, module: nn.Module) -> Model:
-    fn.__name__ = type(module).__name__
-    return fn
+    fn.__name__ = fn_of_state.__name__ = type(module).__name__
+    return (fn_of_state, params, state) if buffers else (fn, params)
 
 
 _VALUELESS = (

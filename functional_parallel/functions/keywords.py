@@ -1,27 +1,29 @@
-"""Explain unknown keyword arguments: names from other libraries, and the equivalent of each in this library."""
+"""Keyword arguments: bind known ones to positions, and explain unknown ones.
+
+Layouts identify an argument by its position only. Many unknown keywords are names from other libraries. The message
+shows the equivalent in this library.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["ELSEWHERE", "explain_keywords"]
+__all__ = ["ELSEWHERE", "bind_positional", "call_signature", "copy_signature", "explain_keywords"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # Several names share a hint. `{v}` is the passed value if it is a number, a string or None, else "…".
 _CLIP = "clip gradients by train_step(clip={v})"
-_STAGE = "choose the ZeRO stage in the plan: fp.zero({v}, 'data')"
 _SHARDED = "choose the sharding in the plan: fp.zero(3, 'data'), or fp.zero(2, 'data') to keep parameters replicated"
 _PRECISION = "choose the dtype in the plan: fp.mixed_precision({v})"
 _REMAT = "choose what is recomputed in the plan: fp.remat()"
 _ACCUMULATE = "accumulate gradients in the plan: fp.accumulate({v})"
 _SCHEDULE = "give the optimizer a schedule as its rate: fp.optim.adamw(fp.optim.schedules.cosine(1e-3, 1000))"
-_MODEL = "make a function of the module: model, params = fp.functional(module)"
 _UNNEEDED = "leave it out; a compiled program does not need it"
 
 ELSEWHERE: Mapping[str, str] = {
@@ -33,7 +35,7 @@ ELSEWHERE: Mapping[str, str] = {
     "momentum": "give it to the optimizer: fp.optim.sgd(lr, momentum={v})",
     "optim": "write optimizer=fp.optim.adamw(1e-3)",
     **dict.fromkeys(("scheduler", "lr_scheduler", "warmup_steps", "num_warmup_steps"), _SCHEDULE),
-    **dict.fromkeys(("zero_stage", "stage"), _STAGE),
+    **dict.fromkeys(("zero_stage", "stage"), "choose the ZeRO stage in the plan: fp.zero({v}, 'data')"),
     **dict.fromkeys(("zero", "fsdp", "sharding_strategy", "zero_optimization"), _SHARDED),
     "master": "fp.data_parallel(axis, master={v}) keeps the training state on one rank, and ZeRO shards it",
     "reshard_after_forward": "parameters are gathered again in the backward by default; fp.zero(3, 'data', "
@@ -42,7 +44,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("mixed_precision", "precision", "dtype", "autocast", "bf16", "fp16"), _PRECISION),
     "mp_policy": "choose the dtype in the plan: fp.mixed_precision('bf16')",
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "checkpoint_activations"), _REMAT),
-    **dict.fromkeys(("model", "module"), _MODEL),
+    **dict.fromkeys(("model", "module"), "make a function of the module: model, params = fp.functional(module)"),
     **dict.fromkeys(("params", "parameters"), "give the parameters to train.init(params)"),
     "loss_fn": "write loss=",
     "device_mesh": "write mesh=Mesh(data=2)",
@@ -106,3 +108,51 @@ def _doubled(function: str, name: str, kind: str, shown: str) -> str:
         f"{said}. An optimizer of fp.optim holds no parameters: train.init(params) takes them. "
         f"Write fp.optim.{function}(lr={shown})"
     )
+
+
+# --- Binding to positions ---
+
+_PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def call_signature(f: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a function. None if it has none, as some functions written in C."""
+    try:
+        return inspect.signature(f)
+    except (TypeError, ValueError):
+        return None
+
+
+def copy_signature(f: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    made.__signature__ = call_signature(f)  # type: ignore[attr-defined]
+    return made
+
+
+def bind_positional(
+    signature: inspect.Signature | None, name: str, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return all arguments by position. Omitted arguments before the last passed one get their defaults.
+
+    >>> bind_positional(call_signature(lambda params, x, mask=None, scale=1.0: None), "loss", (0, 1), {"scale": 2.0})
+    (0, 1, None, 2.0)
+    """
+    if not named:
+        return args
+    if signature is None:
+        raise TypeError(f"{name} does not say what its arguments are called: give {_listed(named)} by place")
+    try:
+        given = signature.bind(*args, **named).arguments
+    except TypeError as error:
+        raise TypeError(f"{name}{signature}: {error}") from None
+    places = [parameter for parameter in signature.parameters.values() if parameter.kind in _PLACED]
+    if unplaced := named.keys() - {parameter.name for parameter in places}:
+        raise TypeError(
+            f"{name}{signature} has no place for {_listed(sorted(unplaced))}, and specs go by place: let it take "
+            "them by place, or bind what is the same in every call by functools.partial"
+        )
+    last = max(index for index, parameter in enumerate(places) if parameter.name in given)
+    return tuple(given.get(parameter.name, parameter.default) for parameter in places[: last + 1])
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -26,7 +26,7 @@ from sharding_specs import (
 
 from ..checker import check_arguments
 from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
-from .positional import bind_positional, call_signature
+from .keywords import bind_positional, call_signature
 from .request import PyTree, Request, SpecTree
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "axis_mesh",
     "layout_of",
     "refuse_unknown_axes",
-    "replicated_arguments",
     "specs_per_leaf",
 ]
 
@@ -158,14 +157,11 @@ def specs_per_leaf(
     return tuple(full)
 
 
-def replicated_arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-    """Return the specs of a plain function: every argument is replicated."""
-    return tuple(P() for _ in args)
-
-
 def layout_of(f: Callable[..., PyTree]) -> Layout:
     """Return the layout of a local function. For a plain function, a layout with every argument replicated."""
-    return f.layout if isinstance(f, LocalFunction) else Layout(replicated_arguments, signature=call_signature(f))
+    if isinstance(f, LocalFunction):
+        return f.layout
+    return Layout(lambda args: tuple(P() for _ in args), signature=call_signature(f))
 
 
 def as_local_function(f: Callable[..., PyTree]) -> LocalFunction:

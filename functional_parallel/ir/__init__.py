@@ -21,7 +21,7 @@ from .graph import (
     where,
 )
 from .info import NodeInfo, forget_info, info, set_info, update_info
-from .signature import LeafSignature, TensorSignature, ValueSignature, leaf_signature
+from .signature import LeafSignature, TensorSignature, leaf_signature
 from .simplify import forget_values, simplify
 from .source import (
     Source,
@@ -54,7 +54,6 @@ __all__ = [
     "Source",
     "TensorSignature",
     "Traced",
-    "ValueSignature",
     "argument",
     "as_complex",
     "as_real",

@@ -95,10 +95,6 @@ class Traced:
         self.outputs = [by if output is node else output for output in self.outputs]
         self.graph.erase_node(node)
 
-    def settle(self) -> None:
-        """Declare that no more passes follow; see `forget_rewrites`."""
-        forget_rewrites(self.graph)
-
     def seal(self) -> None:
         """Set the output node of the graph from `outputs`, and erase nodes that no output needs."""
         for node in list(self.graph.nodes):

@@ -47,7 +47,8 @@ def forget_values(traced: Traced) -> Traced:
     # A gradient starts with ones like the loss. Without this pass, the loss and its psum would be computed only for the
     # shape. Numbers that torch's vmap turns into tensors, with `_to_copy` of a number, are rewritten the same way.
     for node in traced.nodes:
-        filling = _filling_of(node)
+        is_number = node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node)
+        filling = node.args[0] if is_number else _FILLED_LIKE.get(node.target)
         if filling is not None:
             aval = info(node).aval
             node.args = (list(aval.shape), filling)
@@ -55,13 +56,6 @@ def forget_values(traced: Traced) -> Traced:
             node.target = aten.full.default
     traced.seal()
     return traced
-
-
-def _filling_of(node: fx.Node) -> float | None:
-    """Return the number that all elements of a value are known to equal. None for any other value."""
-    is_number = node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node)
-    filling: float | None = node.args[0] if is_number else _FILLED_LIKE.get(node.target)
-    return filling
 
 
 def _identity_of(node: fx.Node) -> fx.Node | None:
@@ -93,7 +87,4 @@ def _freeze(value: Argument) -> Hashable:
         return ("slice", _freeze(value.start), _freeze(value.stop), _freeze(value.step))
     if isinstance(value, float):
         return ("float", value.hex())
-    if isinstance(value, fx.Node):
-        result: Hashable = value
-        return result
     return (type(value).__name__, value)

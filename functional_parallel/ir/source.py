@@ -14,6 +14,7 @@ import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from traceback import walk_tb
 from typing import Any
 
 import einops
@@ -126,12 +127,9 @@ def current_source() -> Source | None:
 def raising_source(error: BaseException) -> Source | None:
     """Return the innermost line of user code that an exception passed through, else the current line."""
     found = None
-    step = error.__traceback__
-    while step is not None:
-        code = step.tb_frame.f_code
-        if not is_library(code.co_filename):
-            found = _source(code.co_filename, step.tb_lineno, code.co_name)
-        step = step.tb_next
+    for frame, line in walk_tb(error.__traceback__):
+        if not is_library(frame.f_code.co_filename):
+            found = _source(frame.f_code.co_filename, line, frame.f_code.co_name)
     return found or current_source()
 
 

@@ -12,21 +12,12 @@ from sharding_specs import Mesh
 
 from ..collectives import Type
 from .checksum import contents
-from .graph import Traced, primitive_name, walk_args
+from .graph import Traced, primitive_name
 from .info import info
 
 __all__ = ["canonical_lines", "first_difference", "program_text"]
 
 _COLUMN = 88
-
-
-class _Name(str):
-    """Name that prints without quotes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def program_text(traced: Traced, mesh: Mesh, in_names: list[str], out_names: list[str], *, sources: bool = True) -> str:
@@ -102,17 +93,18 @@ def _beside(lines: list[tuple[str, str]]) -> list[str]:
 
 
 def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:
-    args, kwargs = walk_args((node.args, node.kwargs), lambda a: _Name(names[a]) if isinstance(a, fx.Node) else a)
-    parts = [_argument(arg) for arg in args] + [f"{key}={_argument(value)}" for key, value in kwargs.items()]
+    parts = [_argument(arg, names) for arg in node.args]
+    parts += [f"{key}={_argument(value, names)}" for key, value in node.kwargs.items()]
     return f"{_target(node)}({', '.join(parts)})"
 
 
-def _argument(value: Argument) -> str:
+def _argument(value: Argument, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
     if isinstance(value, torch.device):
         return value.type  # every rank has a different index
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(map(_argument, value))
-        return f"[{inner}]"
+        return f"[{', '.join(_argument(each, names) for each in value)}]"
     return repr(value)
 
 

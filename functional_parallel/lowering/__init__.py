@@ -1,8 +1,8 @@
 """Lower a function on shards to a program: trace, type, check, split into microbatches and run the passes."""
 
 from .leftovers import traced_in
-from .lower import UNCHECKED, Lowered, lower, lowering
+from .lower import UNCHECKED, ArgumentPaths, Lowered, lower, lowering
 from .nested_shard_map import call_shard_map
-from .options import ArgumentPaths, Options
+from .rewrite import Options
 
 __all__ = ["UNCHECKED", "ArgumentPaths", "Lowered", "Options", "call_shard_map", "lower", "lowering", "traced_in"]

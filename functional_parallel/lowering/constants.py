@@ -55,7 +55,6 @@ def _is_array(leaf: PyTree) -> bool:
 
 
 def _content(leaf: PyTree) -> list[Any]:
-    """Values that an object holds."""
     if isinstance(leaf, Mapping):
         return list(leaf.values())
     slots = [getattr(leaf, name) for name in getattr(leaf, "__slots__", ()) if hasattr(leaf, name)]

@@ -20,23 +20,15 @@ _MOST_SHAPES = 10_000  # 10 MB
 @contextmanager
 def traced_in() -> Iterator[None]:
     """Context in which a function is traced. On exit, new garbage is collected and cached shapes are dropped."""
-    with _collected(), _torch.forgetting_shapes(_MOST_SHAPES):
-        yield
-
-
-@contextmanager
-def _collected() -> Iterator[None]:
-    """Collect the garbage that was created inside the context, without scanning older objects.
-
-    Graphs are reference cycles. Python would collect them only after the process has grown by a quarter, which never
-    happens in training. While collection is off, new objects stay in the youngest generation. On exit only that
-    generation is scanned, because a scan of all objects of torch would take longer than the trace. If the user
-    collects inside the context, the objects move to an older generation and are not collected here.
-    """
+    # Graphs are reference cycles. Python would collect them only after the process has grown by a quarter, which never
+    # happens in training. While collection is off, new objects stay in the youngest generation. On exit only that
+    # generation is scanned, because a scan of all objects of torch would take longer than the trace. If the user
+    # collects inside the context, the objects move to an older generation and are not collected here.
     is_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with _torch.forgetting_shapes(_MOST_SHAPES):
+            yield
     finally:
         if is_on:  # else an outer context collects, or the user has turned collection off
             gc.collect(0)

@@ -15,8 +15,8 @@ from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 from ..checker import Typing, is_zero, record_input_specs, type_of, type_of_spec
 from ..collectives import DimSplit, State, Type, bind
 from ..errors import LayoutError, OutSpecError
-from ..functions import Layout, LocalFunction, PyTree, SpecTree, layout_of, specs_per_leaf
-from ..ir import Traced, forget_values, hollow, info, simplify, update_info
+from ..functions import Layout, LocalFunction, PyTree, SpecTree, filled, layout_of, specs_per_leaf
+from ..ir import Traced, forget_rewrites, forget_values, hollow, info, simplify, update_info
 from ..ops import refuse_idle
 from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram, pipeline_of
@@ -25,14 +25,21 @@ from ..requests import owners_of
 from ..tracing import Assumption, LayoutRead, assume, autocast_dtypes, collect_assumptions, require_contiguous, trace
 from .constants import check_static_leaves
 from .leftovers import traced_in
-from .options import ArgumentPaths, Options
-from .rewrite import rewrite
+from .rewrite import Options, rewrite
 
-__all__ = ["UNCHECKED", "Lowered", "lower", "lowering", "mismatch", "per_argument"]
+__all__ = ["UNCHECKED", "ArgumentPaths", "Lowered", "lower", "lowering", "mismatch", "per_argument"]
 
 _V, _I, _U, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.OWNED
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ArgumentPaths:
+    """Pytree paths of the arguments of a function that are parameters and state."""
+
+    parameters: str = "0"
+    state: str | None = None  # the argument that a result replaces: parameters and optimizer state
 
 
 @dataclass
@@ -129,7 +136,8 @@ def lowering(
     rewritten = yield from rewrite(program, layout, parts, options)
     rewritten.notes += notes
     rewritten.requests = tuple(map(str, layout.requests))
-    _settle(rewritten)
+    for part in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
+        forget_rewrites(part.traced.graph)
     return Lowered(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads)
 
 
@@ -160,12 +168,9 @@ class _Flat:
         self.in_paths: list[str] = _of(self._chosen, tree_paths(args))
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        filled = list(self._leaves)
-        for index, value in zip(self._chosen, values, strict=True):
-            filled[index] = value
         record_input_specs(self.in_specs)
         run = self._f.run if isinstance(self._f, LocalFunction) else self._f
-        result = run(*optree.tree_unflatten(self._tree, filled))
+        result = run(*filled(self._leaves, self._chosen, values, self._tree))
         check_static_leaves(result, f"{self._name}, results")
         specs = self._f.results if isinstance(self._f, LocalFunction) else self._out_specs
         leaves, self.out_tree = optree.tree_flatten(result)
@@ -185,8 +190,15 @@ def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
 def _traced(
     flat: _Flat, mesh: Mesh, parts: Mapping[str, DimSplit], layout: Layout
 ) -> tuple[Traced, list[Type], list[Assumption]]:
-    """Return the graph, the types of its results, and the assumptions that it depends on."""
-    wide = layout.mesh(mesh)
+    wide, pipeline = layout.mesh(mesh), pipeline_of(layout)
+
+    def checked(*values: torch.Tensor) -> list[torch.Tensor]:
+        results = flat(*values)
+        transforms = [words for words in layout.describe if words not in _DERIVATIVES]
+        if transforms or layout.requests:  # there is a plan; it must split every axis that its constraints name
+            refuse_idle(layout.axes, mesh, transforms)
+        return results
+
     avals = [shard_aval(leaf, spec, wide, parts) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
     types = [type_of_spec(spec) for spec in flat.in_specs]
     with (
@@ -194,31 +206,13 @@ def _traced(
         collect_assumptions() as assumptions,
     ):
         assume(autocast_dtypes)
-        traced = trace(_within(flat, layout, mesh), avals, types=types, on_node=Typing(wide.shape))
+        traced = trace(checked, avals, types=types, on_node=Typing(wide.shape))
     held = [type_of(output) for output in traced.outputs]
-    return simplify(drop_size_one_axes(forget_values(traced), wide, kept=_pipelined_axes(layout))), held, assumptions
-
-
-def _within(flat: _Flat, layout: Layout, mesh: Mesh) -> Callable[..., list[torch.Tensor]]:
-    """Wrap the function to check, after a call, that its plan (if any) splits every axis named by its constraints."""
-
-    def checked(*values: torch.Tensor) -> list[torch.Tensor]:
-        results = flat(*values)
-        transforms = [words for words in layout.describe if words not in _DERIVATIVES]
-        if transforms or layout.requests:
-            refuse_idle(layout.axes, mesh, transforms)
-        return results
-
-    return checked
+    kept = () if pipeline is None else (pipeline.virtual,)  # its sums mark the end of the pipeline
+    return simplify(drop_size_one_axes(forget_values(traced), wide, kept=kept)), held, assumptions
 
 
 _DERIVATIVES = {"grad", "grad_and_value", "hessian", "vmap"}  # described in a layout, but not transforms of a plan
-
-
-def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
-    """Axes with sums that mark the end of a pipeline. They are kept even if there is only one microbatch."""
-    request = pipeline_of(layout)
-    return () if request is None else (request.virtual,)
 
 
 def _mark_inputs(traced: Traced, flat: _Flat, paths: ArgumentPaths, donate: bool) -> None:
@@ -239,7 +233,6 @@ def _mark_inputs(traced: Traced, flat: _Flat, paths: ArgumentPaths, donate: bool
 
 
 def _untrained(traced: Traced) -> tuple[str, ...]:
-    """Return a note for `explain` on the differentiated parameters that have no path to the value."""
     untrained = [info(node) for node in traced.inputs if info(node).trained is False]
     paths = [known.param_path or known.path or "" for known in untrained]
     return (f"no gradient reaches {', '.join(paths)}",) if paths else ()
@@ -247,12 +240,6 @@ def _untrained(traced: Traced) -> tuple[str, ...]:
 
 def _is_in(path: str, parent: str) -> bool:
     return f"{path}/".startswith(f"{parent}/")
-
-
-def _settle(rewritten: Program | PipelineProgram) -> None:
-    """Drop the data that only passes read, after the last pass."""
-    for part in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
-        part.traced.settle()
 
 
 def _check_results(program: Program, types: list[Type], known: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from .. import _torch
 from ..checker import Typing, check_arguments, run_typed, type_of, type_of_spec
 from ..collectives import axis_dim_split, current_axes, hide, snapshot
 from ..errors import LayoutError, OutSpecError
-from ..functions import PyTree, SpecTree
+from ..functions import PyTree, SpecTree, filled
 from ..ir import Traced, aval_of, current_source
 from ..partition import axis_layout_of
 from ..rules import REPLICATED, convert
@@ -39,8 +39,7 @@ def call_shard_map(
     split an axis of the specs. The specs may not have partial sums, reduced axes or padding.
     """
     specs = per_argument(in_specs, args, name)
-    _check_specs(optree.tree_leaves((specs, out_specs)), name)
-    _check_axes(optree.tree_leaves((specs, out_specs)), mesh, name)
+    _check_specs(optree.tree_leaves((specs, out_specs)), mesh, name)
     validate(args, specs, mesh)
     visible = tuple(axis for axis in mesh.axis_names if axis in current_axes())
     args = check_arguments(name, visible, lambda given: tuple(P() for _ in given), args)
@@ -51,10 +50,7 @@ def call_shard_map(
     found: dict[str, Any] = {}
 
     def body(*values: torch.Tensor) -> list[Any]:
-        filled = list(leaves)
-        for index, value in zip(chosen, values, strict=True):
-            filled[index] = value
-        found["result"] = f(*tree.unflatten(filled))
+        found["result"] = f(*filled(leaves, chosen, values, tree))
         result: list[Any] = optree.tree_leaves(found["result"])
         return result
 
@@ -103,7 +99,6 @@ def _check_results(traced: Traced, specs: Sequence[P], visible: Sequence[str], p
 
 
 def _entered(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """Return this rank's slice of `x`."""
     for entered, axis in enumerate(axes := _axes_of(spec)):
         x = convert(x, REPLICATED, axis_layout_of(spec, axis, axes[:entered]), axis, axis_dim_split(axis))
     return x
@@ -121,16 +116,13 @@ def _axes_of(spec: P) -> list[str]:
     return [axis for axes in spec.dim_axes() for axis in axes]
 
 
-def _check_specs(specs: Sequence[P], name: str) -> None:
+def _check_specs(specs: Sequence[P], mesh: Mesh, name: str) -> None:
     odd = [spec for spec in specs if spec.unreduced or spec.reduced or spec.owner or spec.padded]
     if odd:
         raise LayoutError(
             f"{_place(name)}: {odd[0]!r}: inside a traced function values are whole before and after, and neither "
             "partial sums nor padded; name dims alone"
         )
-
-
-def _check_axes(specs: Sequence[P], mesh: Mesh, name: str) -> None:
     bound, named = snapshot(), {axis for spec in specs for axis in spec.axes}
     for axis, size in mesh.shape.items():
         binding = bound.get(axis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import fx
@@ -36,12 +37,22 @@ from ..passes import (
 from ..pipelines import PipelineProgram, accumulate_in_place, build, forget_ops, names_in, pipeline_of
 from ..program import UNCUT, Intermediate, Program, keep_phases
 from ..requests import PairPass, Scope, requested_passes
-from .options import Options
 
-__all__ = ["rewrite"]
+__all__ = ["Options", "rewrite"]
 
 T = TypeVar("T")
 Programs = Generator[Intermediate, None, T]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the user that do not change the meaning of the program."""
+
+    bucket: int | str | None = None  # bytes per collective; "auto" selects a size; None does not combine collectives
+    without: frozenset[str] = frozenset()  # names of the passes that are disabled
+    backend: str = "eager"  # executor of the ops between collectives: "eager" or "inductor"
+    donate: bool = False  # whether the program may write into the memory of the state
+    reduction: str = "fast"  # "fast" for sums in any order, "ordered" for sums in rank order
 
 
 def rewrite(

@@ -7,7 +7,6 @@ gradient together with the losses. Both use the same lattice, and nothing else o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def _fake(log_probs: Tensor, *_: _Option) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
 
 
-class _Context(FunctionContext, Protocol):
+class _Context(FunctionContext):
     inputs: int
     source: Source | None
 

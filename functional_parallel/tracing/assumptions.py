@@ -97,7 +97,6 @@ class ProgramCache(Generic[T]):
 
 
 def _difference(key: Key, last: Key) -> str:
-    """Describe the difference between the key of this trace and the key of the last one."""
     (tree, looks), (last_tree, last_looks) = key, last
     if tree != last_tree:
         return "its arguments have another structure than those before"

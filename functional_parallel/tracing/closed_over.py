@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -37,17 +38,9 @@ class ClosedOver:
 
 
 def closed_over(tensor: torch.Tensor) -> ClosedOver:
-    """Describe a closed-over tensor at its first use."""
-    names = (name for frame in _user_frames() for name in _names(tensor, frame))
+    frames = (frame for frame, _ in walk_stack(sys._getframe()) if not is_library(frame.f_code.co_filename))
+    names = (name for frame in frames for name in _names(tensor, frame))
     return ClosedOver(next(names, None), tuple(tensor.shape), current_source())
-
-
-def _user_frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_library(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
 
 
 def _names(tensor: torch.Tensor, frame: FrameType) -> Iterator[str]:

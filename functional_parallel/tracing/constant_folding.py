@@ -8,12 +8,15 @@ variants, which do not change it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import NotImplementedType
 from typing import Any
 
+import optree
 import torch
 from torch import fx
 from torch.fx.node import Argument, Target
@@ -36,15 +39,15 @@ from .assumptions import assume
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
 
-__all__ = ["asks_for_values", "assume_constants", "constant_in", "fold_constants", "outside_trace", "value_of"]
+__all__ = ["asks_for_values", "assume_constants", "constant_in", "draws", "fold_constants", "outside_trace", "value_of"]
 
 aten = torch.ops.aten
 
-_CERTAIN: dict[Target, tuple[bool, Callable[[float], bool]]] = {  # result for a low bound, and test for a low bound
-    aten.lt.Scalar: (False, lambda bound: bound <= 0),
-    aten.le.Scalar: (False, lambda bound: bound < 0),
-    aten.ge.Scalar: (True, lambda bound: bound <= 0),
-    aten.gt.Scalar: (True, lambda bound: bound < 0),
+_COMPARISONS: dict[Target, Callable[[float, float], bool]] = {
+    aten.lt.Scalar: operator.lt,
+    aten.le.Scalar: operator.le,
+    aten.ge.Scalar: operator.ge,
+    aten.gt.Scalar: operator.gt,
 }
 _HOST = torch.device("cpu")
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -82,16 +85,13 @@ def constant_in(traced: Traced, wanted: fx.Node, known: dict[fx.Node, Any]) -> t
     for node in topological_order(wanted, _needed, known):
         known[node] = None
         if node.op == "get_attr":
-            known[node] = _on_host(traced.constants[str(node.target)])
+            constant = traced.constants[str(node.target)]
+            with outside_trace():
+                known[node] = None if constant.is_meta else constant.cpu()
         elif _is_computable(node) and all(known[operand] is not None for operand in _needed(node)):
             known[node] = _computed_node(node, known, on_host=True)
     found = known[wanted]
     return found if isinstance(found, torch.Tensor) else None
-
-
-def _on_host(constant: torch.Tensor) -> torch.Tensor | None:
-    with outside_trace():
-        return None if constant.is_meta else constant.cpu()
 
 
 def assume_constants(traced: Traced, wanted: fx.Node) -> None:
@@ -105,20 +105,15 @@ def assume_constants(traced: Traced, wanted: fx.Node) -> None:
 
 def fold_constants(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument | NotImplementedType:
     """Return the result of an op with known operands. NotImplemented if an operand is not known."""
-    operands = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     values: dict[int, torch.Tensor] = {}
-    for x in operands:
+    for x in filter(torch.is_tensor, optree.tree_leaves((args, kwargs))):
         value = value_of(recording, x)
         if value is None:
             return NotImplemented
         values[id(x)] = value
-    return _run(func, *walk_args((tuple(args), dict(kwargs)), lambda leaf: values.get(id(leaf), leaf)))
-
-
-def _leaves(args: Argument) -> list[Argument]:
-    found: list[Argument] = []
-    walk_args(args, found.append)
-    return found
+    own_args, own_kwargs = walk_args((tuple(args), dict(kwargs)), lambda leaf: values.get(id(leaf), leaf))
+    with outside_trace():
+        return func(*own_args, **own_kwargs)
 
 
 def _evaluated(recording: Writer, wanted: fx.Node) -> torch.Tensor | None:
@@ -140,19 +135,16 @@ def _needed(node: fx.Node) -> Sequence[fx.Node]:
 
 def _certain(node: fx.Node) -> bool | None:
     """Return the result of comparing a uniform draw with a bound, if it is the same for all draws in [0, 1)."""
-    bounds = _CERTAIN.get(node.target)
-    if bounds is None or getattr(node.args[0], "target", None) is not _uniform_op():
+    compare = _COMPARISONS.get(node.target)
+    if compare is None or not draws(node.args[0]) or not isinstance(node.args[1], (int, float)):
         return None
-    bound, low_holds, limit = node.args[1], bounds[0], bounds[1]
-    if not isinstance(bound, (int, float)):
-        return None
-    if bound >= 1:
-        return not low_holds
-    return low_holds if limit(bound) else None
+    low, high = compare(0.0, node.args[1]), compare(math.nextafter(1.0, 0.0), node.args[1])
+    return low if low == high else None
 
 
-def _uniform_op() -> _torch.Op | None:
-    return getattr(getattr(torch.ops.fp, "uniform", None), "default", None)
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws uniform numbers from [0, 1)."""
+    return str(node.target) == "fp.uniform.default"
 
 
 def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:
@@ -180,21 +172,15 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
 
     args, kwargs = walk_args((node.args, node.kwargs), value)
     certain = _certain(node)
-    if certain is not None:
-        with outside_trace():
-            return torch.full(info(node).aval.shape, certain, device=_HOST if on_host else info(node).aval.device)
-    if node.target in OPS_ON_SHAPES:
-        like = info(node.args[0]).aval
-        with outside_trace():
-            args = (hollow(Aval(like.shape, like.dtype, _HOST) if on_host else like), *args[1:])
-    if on_host and kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": _HOST}
-    return _run(node.target, args, kwargs)
-
-
-def _run(op: Target, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> Argument:
     with outside_trace():
-        return op(*args, **kwargs)
+        if certain is not None:
+            return torch.full(info(node).aval.shape, certain, device=_HOST if on_host else info(node).aval.device)
+        if node.target in OPS_ON_SHAPES:
+            like = info(node.args[0]).aval
+            args = (hollow(Aval(like.shape, like.dtype, _HOST) if on_host else like), *args[1:])
+        if on_host and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _HOST}
+        return node.target(*args, **kwargs)
 
 
 def _content(x: torch.Tensor) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import NotImplementedType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,7 @@ from .constant_folding import outside_trace, value_of
 from .interception import Replaced, intercept, intercept_op
 from .record import recorder
 
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
-
 __all__: list[str] = []
-
-R = TypeVar("R")
 
 aten = torch.ops.aten
 
@@ -190,26 +185,22 @@ def _tolist(x: Tensor) -> list[Any] | float | NotImplementedType:
         return value.tolist()
 
 
-@intercept(Tensor.numpy, always=True)
-def _numpy(x: Tensor, *, force: bool = False) -> NDArray[Any]:
-    return _of_constant(x, lambda value: value.numpy(force=force))
+def _to_numpy(function: Callable[..., Any]) -> None:
+    def read(x: Tensor, *args: Argument, **kwargs: Argument) -> Argument:
+        value = _known(x)
+        if value is None:
+            raise TracingError(
+                f"{current_source() or 'the function'}: numpy needs a tensor's values, which a traced function does "
+                "not have; write it with torch, or compute it outside and pass it in as an argument"
+            )
+        with outside_trace():  # the modes of the trace would return a tensor without values
+            return function(value, *args, **kwargs)
+
+    intercept(function, always=True)(read)
 
 
-@intercept(Tensor.__array__, always=True)
-def _array(x: Tensor, dtype: DTypeLike | None = None) -> NDArray[Any]:
-    return _of_constant(x, lambda value: value.__array__(dtype))
-
-
-def _of_constant(x: Tensor, read: Callable[[Tensor], R]) -> R:
-    """Read from the values of a known tensor, outside of the trace. Its modes would return a tensor without values."""
-    value = _known(x)
-    if value is None:
-        raise TracingError(
-            f"{current_source() or 'the function'}: numpy needs a tensor's values, which a traced function does not "
-            "have; write it with torch, or compute it outside and pass it in as an argument"
-        )
-    with outside_trace():
-        return read(value)
+_to_numpy(Tensor.numpy)
+_to_numpy(Tensor.__array__)
 
 
 def _known(x: Tensor) -> Tensor | None:

@@ -72,7 +72,10 @@ def _held_by(held: Any) -> Iterable[Any]:
     if isinstance(held, _CONTAINERS):
         return held
     if isinstance(held, CellType):
-        return _contents(held)
+        try:
+            return (held.cell_contents,)
+        except ValueError:  # nothing was assigned yet
+            return ()
     if isinstance(held, FunctionType):
         return (*(held.__closure__ or ()), *(held.__defaults__ or ()), held.__kwdefaults__ or {}, *_globals_of(held))
     if isinstance(held, MethodType):
@@ -110,10 +113,3 @@ def _names(code: CodeType) -> set[str]:
     """Return the names that code uses, including the code of functions defined in it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))
-
-
-def _contents(cell: CellType) -> tuple[Any, ...]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:  # nothing was assigned yet
-        return ()

@@ -70,7 +70,6 @@ def intercept_op(op: _torch.Op) -> Callable[[F], F]:
 
 
 def replacement_of(op: _torch.Op) -> Callable[..., Any] | None:
-    """Return the replacement of an op, if it has one."""
     return _ops.get(op)
 
 
@@ -132,7 +131,6 @@ def _data(x: torch.Tensor) -> torch.Tensor:
 
 @intercept(torch.Tensor.fill_diagonal_, always=True, same_strides=True)
 def _fill_diagonal_(x: torch.Tensor, fill_value: float, wrap: bool = False) -> Replaced:
-    """Write the diagonal by a mask."""
     # torch writes into a strided view of the memory, and the contents of other views of the memory would be unknown.
     if x.ndim != 2 or wrap:
         return NotImplemented

@@ -6,7 +6,7 @@ They use the strides of the fake tensor, so the recording depends on these strid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from .record import Recorder, recorder
 from .strided import strided_elements
 
 __all__ = ["depends_on_layouts"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 aten = torch.ops.aten
 
@@ -82,10 +79,10 @@ def _data_ptr(x: Tensor) -> Replaced:
 # --- A view or a copy ---
 
 
-def _view_or_copy(function: Callable[Concatenate[Tensor, P], R]) -> None:
+def _view_or_copy(function: Callable[..., Any]) -> None:
     name = function.__name__
 
-    def replacement(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+    def replacement(x: Tensor, *args: Argument, **kwargs: Argument) -> Argument:
         found = _recording_of(x)
         result = function(x, *args, **kwargs)
         if found is not None and isinstance(result, Tensor):

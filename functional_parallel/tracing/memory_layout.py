@@ -9,7 +9,7 @@ the strides of the fake tensor. The fake tensor has the strides of eager torch u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,18 +93,13 @@ class Layouts:
         self._made.setdefault(key, (storage, node))
         self._storage_of[node] = key
 
-    def is_new(self, tensor: torch.Tensor, than: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor has a storage of this trace that no tensor of `than` shares."""
-        key = _key(tensor)
-        return key in self._made and all(_key(other) != key for other in than)
-
     def leave_unknown(self, results: Argument, operands: Argument, what: str) -> None:
         """Record that another op than the one called computed these results. Their strides may differ."""
-        given = [_torch.unwrap(x) for x in _tensors(operands)]
+        given = {_key(_torch.unwrap(x)) for x in _tensors(operands)}
         for x in _tensors(results):
-            plain = _torch.unwrap(x)
-            if self.is_new(plain, given):
-                self._unknown[_key(plain)] = f"{what} at {current_source() or 'an unknown line'}"
+            key = _key(_torch.unwrap(x))
+            if key in self._made and key not in given:
+                self._unknown[key] = f"{what} at {current_source() or 'an unknown line'}"
 
     # --- ops that depend on strides ---
 
@@ -178,9 +173,8 @@ class Layouts:
 
 
 def _is_contiguous(node: fx.Node) -> bool:
-    if node.target in _CONTIGUOUS_RESULTS:
-        return True
-    return node.target is aten.clone.default and argument(node, "memory_format") is torch.contiguous_format
+    is_copy = node.target is aten.clone.default and argument(node, "memory_format") is torch.contiguous_format
+    return is_copy or node.target in _CONTIGUOUS_RESULTS
 
 
 def _key(tensor: torch.Tensor) -> int:

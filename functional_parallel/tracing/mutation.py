@@ -53,7 +53,11 @@ def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> to
     if torch.Tag.inplace_view in func.tags:  # such as squeeze_: changes neither values nor other views
         with recording:
             new = recording.node_of(twin(*args, **kwargs))
-        _refuse_lost_shape(func, old, new)
+        if _loses_history(old, new):
+            raise MutationError(
+                f"{current_source()}: {func} under torch.no_grad() changes the shape {info(old).aval.shape} of a "
+                f"tensor to {info(new).aval.shape}, and its gradient would keep the old one; use the out-of-place op"
+            )
         func(*args, **kwargs)
         recording.bind(target, new)
     else:
@@ -85,7 +89,6 @@ def _new_value(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, 
 
 
 def _like(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Cast `x` to the dtype and device of `target`."""
     if (x.dtype, x.device) == (target.dtype, target.device):
         return x
     cast: torch.Tensor = aten._to_copy.default(x, dtype=target.dtype, device=target.device)
@@ -148,11 +151,3 @@ def _with_history(recording: Writer, old: fx.Node, new: fx.Node) -> fx.Node:
 def _loses_history(old: fx.Node, new: fx.Node) -> bool:
     has_any = old.op != "get_attr" and not info(old).no_grad and info(old).aval.is_differentiable
     return has_any and bool(info(new).no_grad)
-
-
-def _refuse_lost_shape(func: _torch.Op, old: fx.Node, new: fx.Node) -> None:
-    if _loses_history(old, new):
-        raise MutationError(
-            f"{current_source()}: {func} under torch.no_grad() changes the shape {info(old).aval.shape} of a tensor "
-            f"to {info(new).aval.shape}, and its gradient would keep the old one; use the out-of-place op"
-        )

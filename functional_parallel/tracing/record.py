@@ -26,9 +26,10 @@ from torch import fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from ..collectives import called_with_gradients, called_without_gradients, guards, trace_only
+from ..collectives import check_op, gradients_at_call, trace_only
 from ..errors import CustomFunctionError, TracingError
 from ..ir import (
+    VIEWS,
     Args,
     Aval,
     Kwargs,
@@ -36,18 +37,19 @@ from ..ir import (
     count_stage_boundaries,
     current_source,
     differentiable_form,
+    named_arguments,
+    operands_of,
     raising_source,
     recompute_region,
+    topological_order,
 )
-from .constant_folding import asks_for_values, fold_constants
+from .constant_folding import asks_for_values, draws, fold_constants
 from .control_flow import unrolled
-from .draws import refuse_decisions, refuse_draws
 from .enclosing import CapturedTensors
-from .interception import Interception, replacement_of
+from .interception import Interception, Replaced, replacement_of
 from .mutation import mutate
 from .strided import strided
 from .writer import Writer
-from .zeros import MADE, with_zeros
 
 __all__ = ["Recorder", "needs_values", "recorder", "trace"]
 
@@ -172,7 +174,7 @@ class Recorder(Writer):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return unrolled(self, func, args, kwargs)
-        guards.check_op(func)
+        check_op(func)
         replacement = replacement_of(func)
         if replacement is not None:
             with self.unrolling():  # records the ops that it calls
@@ -181,18 +183,18 @@ class Recorder(Writer):
                 self.layouts.leave_unknown(result, (args, kwargs), str(func))
                 return result
         if func is aten.as_strided.default:
-            return strided(self, func, args, kwargs)
-        if _torch.is_foreach(func):
+            return strided(self, *args, **kwargs)
+        if func._schema.name.startswith("aten::_foreach_"):
             with self:
                 return _torch.one_by_one(func, *args, **kwargs)
         if self._is_unrolling and _torch.is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        if func is MADE or self.zeros:
-            result = with_zeros(self, func, args, kwargs)
+        if func is _MADE or self.zeros:
+            result = _with_zeros(self, func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        refuse_draws(func, args, kwargs)
+        _refuse_draws(func, args, kwargs)
         if func is aten.lift_fresh.default and not isinstance(args[0], _torch.FakeTensor):
             return self.lift(func, args[0])
         if func._schema.is_mutable:
@@ -200,7 +202,7 @@ class Recorder(Writer):
         result = self._known(func, args, kwargs) if asks_for_values(func) else NotImplemented
         if result is not NotImplemented:
             return result
-        refuse_decisions(self, func, args)
+        _refuse_decisions(self, func, args)
         result = func(*args, **kwargs)
         if func is aten.detach.default and _torch.is_above_autograd():
             func = aten.alias.default
@@ -217,7 +219,7 @@ class Recorder(Writer):
         return result
 
     def _gradients_are_off(self, func: _torch.Op, backward: bool) -> bool:
-        if backward or torch.is_grad_enabled() or called_with_gradients():
+        if backward or torch.is_grad_enabled() or gradients_at_call():  # a primitive disables them
             return False
         functions = _torch.running_functions(trace.__code__)
         foreign = [each for each in functions if each.__module__.split(".")[0] != _PACKAGE]
@@ -229,7 +231,7 @@ class Recorder(Writer):
                 "or make what it does one library op with a rule: fp.register_rule(op, text, function=…), see "
                 "docs/rules.md"
             )
-        return not functions or called_without_gradients()
+        return not functions or gradients_at_call() is False
 
 
 def _has_tensor(result: Argument) -> bool:
@@ -241,3 +243,78 @@ def _has_tensor(result: Argument) -> bool:
 def _is_of_a_user(func: _torch.Op) -> bool:
     """Whether an op has a user's rule with a differentiable function."""
     return differentiable_form(func) is not None and func.namespace != "fp"
+
+
+# --- Zero tangents. torch creates them without memory and computes only their shapes; a trace records them as zeros ---
+
+# torch's zero tensors (`_efficientzerotensor`) lose their trace when they are viewed, for example by nested vmaps. They
+# then become tensors of the meta device, and so do results computed with them. Two properties are preserved. A product
+# with a zero tensor is zero for any other factor, and a sum with a zero tensor is the other summand.
+_MADE = aten._efficientzerotensor.default
+
+
+def _with_zeros(recording: Recorder, func: _torch.Op, args: Args, kwargs: Kwargs) -> Replaced:
+    """Record an op on zero tangents. NotImplemented for any other op, and for an op without a shortcut."""
+    which = [isinstance(arg, torch.Tensor) and recording.value(arg) in recording.zeros for arg in args[:2]]
+    is_zero = func is _MADE or (func in _SCALED and any(which)) or (func in _QUOTIENTS and which[0])
+    if is_zero or (func in _SUMS and all(which)):
+        like = func(*args, **kwargs)
+        shape, options = list(like.shape), {"dtype": like.dtype, "device": like.device}
+        made: torch.Tensor = aten.zeros.default(shape, **options)
+        recording.zeros.add(recording.write(aten.zeros.default, (shape,), options, made))
+        return made
+    return _sum(recording, func, args, kwargs, which) if func in _SUMS and any(which) else NotImplemented
+
+
+def _sum(recording: Recorder, func: _torch.Op, args: Args, kwargs: Kwargs, which: list[bool]) -> torch.Tensor:
+    result, factor = func(*args, **kwargs), kwargs.get("alpha", 1) * (-1 if func is aten.sub.Tensor else 1)
+    with recording:
+        other = args[0] if which[1] else args[1] if factor == 1 else aten.mul.Scalar(args[1], factor)
+        total: torch.Tensor = aten._to_copy.default(aten.expand.default(other, list(result.shape)), dtype=result.dtype)
+    return total
+
+
+_SCALED = {*VIEWS, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar}
+_QUOTIENTS = {aten.div.Tensor, aten.div.Scalar}
+_SUMS = {aten.add.Tensor, aten.sub.Tensor}
+
+
+# --- Draws from torch's own generators for which `keyed_draws` does not have a keyed draw ---
+
+
+def _refuse_draws(func: _torch.Op, args: Args, kwargs: Kwargs) -> None:
+    """Refuse an op that draws from torch's generators. Attention with a `dropout_p` of 0 is accepted."""
+    # Every rank has separate generators, so values that should be replicated would differ.
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return
+    given = named_arguments(func, args, kwargs)
+    if "dropout_p" in {argument.name for argument in func._schema.arguments} and not given.get("dropout_p"):
+        return
+    by = " with a generator=" if given.get("generator") is not None else ""
+    raise TracingError(
+        f"{current_source()}: {func}{by} draws from torch's own generator, of which every rank has another one; draw "
+        f"with what becomes a keyed draw ({_KEYED}), or with fp.random.uniform or fp.random.normal from "
+        "fp.random.next_key(), or pass the numbers in as an argument"
+    )
+
+
+def _refuse_decisions(recording: Writer, func: _torch.Op, args: Args) -> None:
+    """Refuse to read into Python a number that is computed only from draws, as layer drop does."""
+    node = recording.value(args[0]) if func is aten._local_scalar_dense.default else None
+    if node is None:
+        return
+    seen: dict[fx.Node, None] = {}
+    for each in topological_order(node, lambda each: () if draws(each) else operands_of(each), seen):
+        seen[each] = None
+    if any(map(draws, seen)) and not any(each.op == "placeholder" for each in seen):
+        raise TracingError(
+            f"{current_source() or 'the function'}: Python decides by a drawn number, which every step draws anew, but "
+            "a program has one branch for all steps; choose by torch.where(torch.rand(()) < p, x, layer(x)). Switch a "
+            "model's layer drop off, in transformers by config.layerdrop = 0 (or encoder_layerdrop, decoder_layerdrop)"
+        )
+
+
+_KEYED = (
+    "rand, randn, randint, randperm, normal, bernoulli, the _like ones, uniform_, normal_, log_normal_, exponential_, "
+    "geometric_, cauchy_ and random_ with bounds, of real numbers and without generator="
+)

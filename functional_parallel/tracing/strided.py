@@ -13,7 +13,7 @@ import torch
 
 from .. import _torch
 from ..errors import MemoryLayoutError
-from ..ir import Args, Kwargs, current_source
+from ..ir import current_source
 from .writer import Writer
 
 __all__ = ["strided", "strided_elements"]
@@ -21,21 +21,19 @@ __all__ = ["strided", "strided_elements"]
 aten = torch.ops.aten
 
 
-def strided(recording: Writer, op: _torch.Op, args: Args, kwargs: Kwargs) -> torch.Tensor:
+def strided(
+    recording: Writer, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
     """Record `as_strided` of a tensor without wrappers as ops on its elements.
 
     Return a view of the operand's memory with the requested strides. It is bound to the node with the elements.
     """
     with recording.unrolling():
-        found = strided_elements(*args, **kwargs)
-    recording.layouts.require_known(args[0], "as_strided", _given_offset(args, kwargs))
-    view: torch.Tensor = op(*args, **kwargs)
+        found = strided_elements(x, size, stride, storage_offset)
+    recording.layouts.require_known(x, "as_strided", storage_offset is not None)
+    view: torch.Tensor = aten.as_strided.default(x, size, stride, storage_offset)
     recording.bind(view, recording.node_of(found))
     return view
-
-
-def _given_offset(args: Args, kwargs: Kwargs) -> bool:
-    return (args[3] if len(args) > 3 else kwargs.get("storage_offset")) is not None
 
 
 def strided_elements(

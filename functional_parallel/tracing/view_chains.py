@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.node import Target
 
 from .. import _torch
-from ..ir import Args, Aval, Kwargs, NodeInfo, getitem, info
+from ..ir import Args, Aval, Kwargs, NodeInfo, argument, getitem, info
 
 __all__ = ["View", "ViewChains", "are_apart"]
 
@@ -140,11 +140,9 @@ def _member(node: fx.Node) -> tuple[fx.Node, View] | None:
     members, index = node.args
     if not _is_view(members.target):
         return None
-    source = members.args[0]
-    given = dict(zip(("self", "sizes", "dim"), members.args, strict=False), **members.kwargs)
+    source, dim = members.args[0], argument(members, "dim")
     if members.target is aten.unbind.int:
-        return source, View(aten.select.int, (given.get("sizes", 0), index), {}, info(source).aval, info(node))
-    dim = given.get("dim", 0)
+        return source, View(aten.select.int, (dim, index), {}, info(source).aval, info(node))
     ends = list(accumulate(aval.shape[dim] for aval in info(members).avals))
     args = (dim, [0, *ends][index], ends[index])
     return source, View(aten.slice.Tensor, args, {}, info(source).aval, info(node))

@@ -63,9 +63,7 @@ class Writer(_torch.TorchDispatchMode):
     def start(self, arguments: list[torch.Tensor], types: Sequence[Any] | None) -> None:
         for index, tensor in enumerate(arguments):
             node = self.traced.graph.placeholder(f"x{index}")
-            update_info(node, val=aval_of(tensor), source=None, backward=False, no_grad=False)
-            if types is not None:
-                update_info(node, type=types[index])
+            update_info(node, val=aval_of(tensor), type=None if types is None else types[index])
             self.traced.inputs.append(node)
             self.bind(tensor, node)
 
@@ -88,7 +86,7 @@ class Writer(_torch.TorchDispatchMode):
             return node
         node = self._capture(tensor) if isinstance(tensor, _torch.FakeTensor) else self._constant(tensor)
         self.closed_over.add(node)
-        update_info(node, val=aval_of(tensor), source=None, backward=False, no_grad=False)
+        update_info(node, val=aval_of(tensor))
         self.bind(tensor, node)
         if tensor.requires_grad and node.op == "get_attr":
             self._trainable[node] = closed_over(tensor)
@@ -149,7 +147,7 @@ class Writer(_torch.TorchDispatchMode):
         lifted = _torch.without_constant(func(value))
         with _torch.disable_modes():
             node = self._constant(value.clone())
-        update_info(node, val=aval_of(value), source=current_source(), backward=False, no_grad=False)
+        update_info(node, val=aval_of(value), source=current_source())
         self.bind(lifted, node)
         return lifted
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_parallel import collectives as fp
 from functional_parallel import errors
@@ -73,10 +74,16 @@ def outcome(run: Callable[[], Tensor]) -> Tensor | str:
         return f"{type(error).__name__}: {error}"
 
 
+class Guard(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fp.check_op(func)
+        return func(*args, **(kwargs or {}))
+
+
 def refusal(run: Callable[[], Tensor]) -> str:
     """The message under our guard, or nothing; then no rank has sent anything."""
     try:
-        with fp.guard():
+        with Guard():
             run()
     except errors.ForeignCollectiveError as error:
         return str(error)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from functional_parallel.collectives import State, Type, dual, result_type, source_state
+from functional_parallel.collectives import State, Type, dual, result_type
+from functional_parallel.collectives.types import source_state
 from functional_parallel.errors import CollectiveTypeError
 
 from .cases import I, O, R, U, V

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.functions.positional import bind_positional, call_signature
+from functional_parallel.functions.keywords import bind_positional, call_signature
 from sharding_specs import Mesh, P
 
 MESH = Mesh(data=2)

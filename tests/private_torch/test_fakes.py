@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -48,7 +49,6 @@ def test_fake_tensors_compute_shapes_and_refuse_values() -> None:
         with _torch.FakeTensorMode(), pytest.raises(RuntimeError) as found:
             split(torch.ones(4), torch.arange(2))
         assert _torch.reads_no_memory(found.value)
-    assert issubclass(_torch.UnsupportedFakeTensor, Exception)
 
 
 def test_torch_logs_what_fails_on_fake_tensors_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,13 +57,14 @@ def test_torch_logs_what_fails_on_fake_tensors_unless_told_otherwise(caplog: pyt
         with pytest.raises(RuntimeError, match="reduction dim"), _torch.unlogged_fakes():
             x @ x
         assert not caplog.records
-        _torch.FAKES.addHandler(caplog.handler)
+        fakes = logging.getLogger("torch._subclasses.fake_tensor")
+        fakes.addHandler(caplog.handler)
         try:
             with pytest.raises(RuntimeError, match="reduction dim"):
                 x @ x
         finally:
-            _torch.FAKES.removeHandler(caplog.handler)
-        assert [record.name for record in caplog.records][:1] == [_torch.FAKES.name]
+            fakes.removeHandler(caplog.handler)
+        assert [record.name for record in caplog.records][:1] == [fakes.name]
 
 
 def test_a_weak_reference_to_a_storage_tells_when_it_is_gone() -> None:

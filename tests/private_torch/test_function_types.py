@@ -1,4 +1,4 @@
-"""torch passes to the methods of an autograd.Function what `functional_parallel/_torch/function_types.py` says."""
+"""torch passes to the methods of an autograd.Function what `functional_parallel/_torch/functions.py` says."""
 
 from __future__ import annotations
 

@@ -40,3 +40,20 @@ def test_a_pushed_value_is_removed_after_an_error() -> None:
         assert stack == [1, 2]
         raise KeyError
     assert stack == [1]
+
+
+def test_a_replacement_lasts_until_the_last_thread_leaves() -> None:
+    class Base:
+        own = inherited = "torch's"
+
+    class Owner(Base):
+        own = "the owner's"
+
+    replacement = _torch.Replacement((Owner, "own", 1), (Owner, "inherited", 2))
+    first, second = replacement.active(), replacement.active()
+    with pytest.raises(KeyError), first:
+        with second:
+            assert (Owner.own, Owner.inherited, replacement.originals) == (1, 2, ["the owner's", None])
+        assert (Owner.own, Owner.inherited) == (1, 2)
+        raise KeyError
+    assert Owner.own == "the owner's" and "inherited" not in vars(Owner) and Owner.inherited == "torch's"

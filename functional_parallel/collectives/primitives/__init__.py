@@ -6,6 +6,6 @@ higher derivatives work.
 """
 
 from . import transposes
-from .emit import apply_primitive, axis_index
+from .emit import apply_primitive, axis_index, gradients_at_call, keeping_grad_mode
 
-__all__ = ["apply_primitive", "axis_index", "transposes"]
+__all__ = ["apply_primitive", "axis_index", "gradients_at_call", "keeping_grad_mode", "transposes"]

@@ -5,7 +5,8 @@ The transpose of a primitive has its parameters. It applies another primitive ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,53 +19,43 @@ __all__: list[str] = []
 
 Axes = tuple[str, ...]
 
+_OF_SUM = {"unreduced": "reduced"}  # state of the gradient of a sum's operand, by the state of the operand
+_OF_COPIES = {"reduced": "unreduced"}  # state of the gradients of the copies of a value, by their state
+
+
+def _by(primitive: Callable[..., tuple[Any, ...]]) -> Callable[..., Tensor]:
+    """Return the transpose that applies one primitive: `primitive(*params)` returns its name and its parameters."""
+
+    def transpose(cotangent: Tensor, axes: Axes, *params: Any) -> Tensor:
+        operation, *own = primitive(*params)
+        return apply_primitive(operation, cotangent, axes, *own)
+
+    return transpose
+
 
 # --- Sums ---
 
-
-def _psum(cotangent: Tensor, axes: Axes, src: str) -> Tensor:
-    """Cast to Varying, or to Reduced if src was Unreduced."""
-    return apply_primitive("pcast", cotangent, axes, "invariant", "reduced" if src == "unreduced" else "varying")
-
-
-def _psum_scatter(cotangent: Tensor, axes: Axes, dim: int, src: str) -> Tensor:
-    """Gather to Varying, or to Reduced if src was Unreduced."""
-    return apply_primitive("all_gather", cotangent, axes, dim, "reduced" if src == "unreduced" else "varying")
-
-
-define("psum", State.INVARIANT, _psum)
-define("psum_scatter", State.VARYING, _psum_scatter)
+define("psum", State.INVARIANT, _by(lambda src: ("pcast", "invariant", _OF_SUM.get(src, "varying"))))
+define("psum_scatter", State.VARYING, _by(lambda dim, src: ("all_gather", dim, _OF_SUM.get(src, "varying"))))
 
 
 # --- From one chunk per rank to the full tensor, and back by a slice ---
 
 
-def _all_gather(cotangent: Tensor, axes: Axes, dim: int, dst: str) -> Tensor:
+def _all_gather(dim: int, dst: str) -> tuple[Any, ...]:
     """To Varying or Reduced, sum the ranks' separate gradients. To Invariant, keep a slice of the one gradient."""
-    if dst == "invariant":
-        return apply_primitive("pscatter", cotangent, axes, dim)
-    return apply_primitive("psum_scatter", cotangent, axes, dim, "unreduced" if dst == "reduced" else "varying")
+    return ("pscatter", dim) if dst == "invariant" else ("psum_scatter", dim, _OF_COPIES.get(dst, "varying"))
 
 
-def _pscatter(cotangent: Tensor, axes: Axes, dim: int) -> Tensor:
-    return apply_primitive("all_gather", cotangent, axes, dim, "invariant")
-
-
-define("all_gather", None, _all_gather)
-define("pscatter", State.VARYING, _pscatter)
+define("all_gather", None, _by(_all_gather))
+define("pscatter", State.VARYING, _by(lambda dim: ("all_gather", dim, "invariant")))
 
 
 # --- Moves between ranks ---
 
 
-def _all_to_all(cotangent: Tensor, axes: Axes, split_dim: int, concat_dim: int) -> Tensor:
-    return apply_primitive("all_to_all", cotangent, axes, concat_dim, split_dim)
-
-
-def _ppermute(cotangent: Tensor, axes: Axes, pairs: Sequence[int]) -> Tensor:
-    """Permute by the inverse pairs."""
-    inverse = [rank for source, target in zip(pairs[::2], pairs[1::2], strict=True) for rank in (target, source)]
-    return apply_primitive("ppermute", cotangent, axes, inverse)
+def _inverse(pairs: Sequence[int]) -> list[int]:
+    return [rank for source, target in zip(pairs[::2], pairs[1::2], strict=True) for rank in (target, source)]
 
 
 def _pbroadcast(cotangent: Tensor, axes: Axes, source: int) -> Tensor:
@@ -74,8 +65,8 @@ def _pbroadcast(cotangent: Tensor, axes: Axes, source: int) -> Tensor:
     return torch.where(is_source, own, torch.zeros_like(own))
 
 
-define("all_to_all", State.VARYING, _all_to_all)
-define("ppermute", State.VARYING, _ppermute)
+define("all_to_all", State.VARYING, _by(lambda split_dim, concat_dim: ("all_to_all", concat_dim, split_dim)))
+define("ppermute", State.VARYING, _by(lambda pairs: ("ppermute", _inverse(pairs))))
 define("pbroadcast", State.INVARIANT, _pbroadcast)
 
 
@@ -86,26 +77,13 @@ def _broadcast(cotangent: Tensor, axes: Axes, owner: int, dst: str) -> Tensor:
     """Sum the ranks' separate gradients on the owner. To Invariant, take the owner's, since all ranks have the same."""
     if dst == "invariant":
         cotangent = _pbroadcast(cotangent, axes, owner)
-    return apply_primitive("reduce", cotangent, axes, owner, "unreduced" if dst == "reduced" else "varying")
-
-
-def _reduce(cotangent: Tensor, axes: Axes, owner: int, src: str) -> Tensor:
-    """Broadcast to Varying, or to Reduced if src was Unreduced."""
-    return apply_primitive("broadcast", cotangent, axes, owner, "reduced" if src == "unreduced" else "varying")
-
-
-def _scatter(cotangent: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
-    return apply_primitive("gather", cotangent, axes, dim, owner)
-
-
-def _gather(cotangent: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
-    return apply_primitive("scatter", cotangent, axes, dim, owner)
+    return apply_primitive("reduce", cotangent, axes, owner, _OF_COPIES.get(dst, "varying"))
 
 
 define("broadcast", None, _broadcast)
-define("reduce", State.OWNED, _reduce)
-define("scatter", State.VARYING, _scatter)
-define("gather", State.OWNED, _gather)
+define("reduce", State.OWNED, _by(lambda owner, src: ("broadcast", owner, _OF_SUM.get(src, "varying"))))
+define("scatter", State.VARYING, _by(lambda dim, owner: ("gather", dim, owner)))
+define("gather", State.OWNED, _by(lambda dim, owner: ("scatter", dim, owner)))
 
 
 # --- Casts: they send nothing, but their transposes may ---
@@ -116,14 +94,7 @@ _OF_CASTS = {
     ("reduced", "varying"): ("pcast", "varying", "unreduced"),
     ("varying", "unreduced"): ("pcast", "reduced", "varying"),
 }
-
-
-def _pcast(cotangent: Tensor, axes: Axes, src: str, dst: str) -> Tensor:
-    operation, *params = _OF_CASTS[source_of_cast(src, dst), dst]
-    return apply_primitive(operation, cotangent, axes, *params)
-
-
-define("pcast", None, _pcast)
+define("pcast", None, _by(lambda src, dst: _OF_CASTS[source_of_cast(src, dst), dst]))
 
 
 # A zero derivative of a maximum would be wrong. The correct one depends on how ties between ranks are split. A sharded
