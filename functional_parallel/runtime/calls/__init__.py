@@ -5,7 +5,7 @@ from .call_log import READS, CallLog, is_ahead
 from .handle import ProcessGroupRef
 from .pending import PendingCollective
 from .running import CollectiveSteps, RunningCollective, Waitable
-from .waiting import CURRENT, Lost, Wait, brief, note_step, waiting
+from .waiting import CURRENT, Lost, brief, note_step
 from .waits import CollectiveWait, NamedWait, WaitFor, rank_name, rank_names
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "PendingCollective",
     "ProcessGroupRef",
     "RunningCollective",
-    "Wait",
     "WaitFor",
     "Waitable",
     "brief",
@@ -28,5 +27,4 @@ __all__ = [
     "note_step",
     "rank_name",
     "rank_names",
-    "waiting",
 ]

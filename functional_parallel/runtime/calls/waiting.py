@@ -6,31 +6,15 @@ Steps write a few attributes per call and per wait, without a lock. The watch re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["CURRENT", "Current", "Lost", "Wait", "note_step", "waiting"]
+if TYPE_CHECKING:
+    from .waits import NamedWait
+
+__all__ = ["CURRENT", "Lost", "brief", "note_step"]
 
 _REMEMBERED = 64
-
-
-class Wait(Protocol):
-    """A wait for other ranks."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Global ranks that this wait needs."""
-
-    @property
-    def me(self) -> str:
-        """This rank's name."""
-
-    def place(self) -> str:
-        """Return the collective and its source line, to be read after "waits in"."""
-
-    def failure(self, seconds: float | None) -> Exception:
-        """Return the error for a wait that the watch ends after `seconds` seconds."""
 
 
 class Lost(NamedTuple):
@@ -47,7 +31,7 @@ class Current:
         self.calls: deque[str] = deque(maxlen=_REMEMBERED)  # descriptions, the newest last
         self.count = self.waits = 0  # calls, over all meshes, and waits so far
         self.step: int | None = None
-        self.on: Wait | None = None  # the wait that this process is in
+        self.on: NamedWait | None = None  # the wait that this process is in
         self.failed: dict[int, str] = {}  # by number of a call that ended by an error on this rank
         self.forget()
 
@@ -81,14 +65,3 @@ CURRENT = Current()
 def note_step(step: int | None) -> None:
     """Note that a training step begins. None means that it has ended. Messages name the step."""
     CURRENT.step = step
-
-
-@contextmanager
-def waiting(wait: Wait) -> Iterator[None]:
-    """Note a wait for the duration of a `with` block."""
-    before, CURRENT.on = CURRENT.on, wait
-    CURRENT.waits += 1
-    try:
-        yield
-    finally:
-        CURRENT.on = before

@@ -13,7 +13,7 @@ from sharding_specs import Mesh
 
 from ...errors import CallMismatchError, CollectiveError
 from ..buffers import LazyBucket
-from .waiting import CURRENT, waiting
+from .waiting import CURRENT
 
 __all__ = ["CollectiveWait", "NamedWait", "WaitFor", "rank_name", "rank_names"]
 
@@ -60,17 +60,21 @@ class NamedWait:
         return rank_name(self.mesh, self.rank)
 
     def place(self) -> str:
-        """Return the activity and its source line."""
+        """Return the activity and its source line, to be read after "waits in"."""
         return f"{self.what} at {self.where}" if self.where else self.what
 
     @contextmanager
     def noted(self, began: float | None = None, advice: str = "", kinds: Errors = RuntimeError) -> Iterator[None]:
         """Note this wait, which may have begun earlier, for a `with` block. Errors of torch become its `failure`."""
         began = time.monotonic() if began is None else began
+        before, CURRENT.on = CURRENT.on, self
+        CURRENT.waits += 1
         try:
-            with waiting(self):
+            try:
                 yield
-        except CallMismatchError:
+            finally:
+                CURRENT.on = before
+        except (CallMismatchError, CollectiveError):
             raise
         except kinds as error:
             raise self.failure(time.monotonic() - began, error, advice) from error

@@ -20,14 +20,14 @@ from torch import Tensor
 from ...collectives import GATHERED, are_bound, bind, reference
 from ..algorithms import Algorithm, AlgorithmGroup, Selection, TaggedMessages, launch, requested_algorithm, select
 from ..buffers import BucketLayout, BucketOutput, LazyBucket, cat_or_view, to_tensor
-from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name, waiting
+from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name
 from .backend import TorchCollectives
 from .groups import AxisGroup, MeshGroups
 
 if TYPE_CHECKING:
     from sharding_specs import Mesh
 
-__all__ = ["ProcessCommunicator"]
+__all__ = ["ProcessCommunicator", "require_as_many"]
 
 _REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
 _REDUCED_BY = dict.fromkeys(("gloo", "nccl"), _REDUCED_BY_ALL | {torch.float16, torch.bfloat16})
@@ -52,11 +52,7 @@ class ProcessCommunicator:
         timeout: timedelta | None = None,
         algorithm: str | None = None,
     ) -> None:
-        if dist.get_world_size() != mesh.size:
-            raise ValueError(
-                f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
-                f"start {mesh.size}, or change the mesh"
-            )
+        require_as_many(mesh)
         if reduction not in ("fast", "ordered"):
             raise ValueError(f"reduction={reduction!r}: write 'fast' or 'ordered'")
         self.mesh = mesh
@@ -94,20 +90,15 @@ class ProcessCommunicator:
         """
         self.where = where
         try:
-            return self._started(name, x, axes, params, overwrite)
+            if name == "psum":
+                return self._start_psum(x, axes, overwrite, *params)
+            if name == "psum_scatter":
+                return self._start_psum_scatter(x, axes, *params)
+            if name == "all_gather":
+                return self._start_all_gather(x, axes, *params)
+            return self._start_all_to_all(to_tensor(x), axes, *params)
         finally:
             self.where = ""
-
-    def _started(
-        self, name: str, x: Tensor | LazyBucket, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool
-    ) -> PendingCollective:
-        if name == "psum":
-            return self._start_psum(x, axes, overwrite, *params)
-        if name == "psum_scatter":
-            return self._start_psum_scatter(x, axes, *params)
-        if name == "all_gather":
-            return self._start_all_gather(x, axes, *params)
-        return self._start_all_to_all(to_tensor(x), axes, *params)
 
     def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         return self._start_psum(x, axes, False).tensor()
@@ -245,8 +236,7 @@ class ProcessCommunicator:
 
     def broadcast(self, x: Tensor, axes: tuple[str, ...], owner: int) -> Tensor:
         held = x if self.axis_index(axes) == owner else self._room(x.shape, x.dtype, axes)
-        result: Tensor = self._backend.broadcast("broadcast", held, axes, owner).wait()
-        return result
+        return self._backend.broadcast("broadcast", held, axes, owner).tensor()
 
     def scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, owner: int) -> Tensor:
         chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
@@ -257,8 +247,7 @@ class ProcessCommunicator:
         def finish(received: list[Tensor]) -> Tensor:
             return received[owner].reshape(chunks[0].shape)
 
-        result: Tensor = self._backend.all_to_all_unevenly("scatter", nothing, to_send, expected, axes, finish).wait()
-        return result
+        return self._backend.all_to_all_unevenly("scatter", nothing, to_send, expected, axes, finish).tensor()
 
     def gather(self, x: Tensor, axes: tuple[str, ...], dim: int, owner: int) -> Tensor:
         return torch.cat(self._collected("gather", x, axes, owner), dim)
@@ -316,17 +305,13 @@ class ProcessCommunicator:
         if self.algorithm == "backend" or members.backend != "gloo" or len(members.ranks) == 1:
             return None
         if members not in self._selected:
-            with self._first_use(axes):
+            what = f"the first collective over {axes}, in which its ranks find each other,"
+            wait = NamedWait(self.mesh, self.rank, members.ranks, what)
+            wait.where = self.where
+            with wait.noted():
                 team = members.team
             self._selected[members] = select(team, self.algorithm, self.reduction == "ordered")
         return self._selected[members]
-
-    def _first_use(self, axes: tuple[str, ...]) -> AbstractContextManager[None]:
-        """Note a wait in which the ranks of a group connect to each other."""
-        what = f"the first collective over {axes}, in which its ranks find each other,"
-        wait = NamedWait(self.mesh, self.rank, self._groups.over(axes).ranks, what)
-        wait.where = self.where
-        return wait.noted()
 
     def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:
         """Whether the backend's own reduction may be used. It supports few dtypes, and its order of addition varies."""
@@ -339,15 +324,20 @@ class ProcessCommunicator:
         return wanted
 
 
+def require_as_many(mesh: Mesh) -> None:
+    """Raise `ValueError` unless there are as many processes as ranks of the mesh."""
+    if dist.get_world_size() != mesh.size:
+        raise ValueError(
+            f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
+            f"start {mesh.size}, or change the mesh"
+        )
+
+
 def _agree(mesh: Mesh, settings: dict[str, str]) -> None:
     """Check that settings are equal on all ranks. Ranks with different ones would wait until the timeout."""
     everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
-    wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "comparing settings with the other ranks")
-    try:
-        with waiting(wait):
-            dist.all_gather_object(everywhere, settings)
-    except RuntimeError as error:
-        raise wait.failure(None, error) from error
+    with NamedWait(mesh, dist.get_rank(), range(mesh.size), "comparing settings with the other ranks").noted():
+        dist.all_gather_object(everywhere, settings)
     for name in settings:
         values = [each[name] for each in everywhere]
         if len(set(values)) > 1:

@@ -28,14 +28,14 @@ from ...errors import CollectiveError, InputMismatchError, LaunchError, LayoutEr
 from ...ir import checksum, first_difference, hollow, sample_hash
 from ...program import Program, has_owner
 from ...rules import REPLICATED, Shard, convert
-from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names, waiting
+from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names
 from ..execution import Log, Origin
 from ..interface import Runtime
 from ..launchers import launch_of_environment
 from ..mpi import MPI_BACKENDS, chosen_backend, start_mpi
 from ..watch import Watch, launched_store, recorded, watch_processes
 from .control_group import ControlGroup
-from .process_communicator import ProcessCommunicator
+from .process_communicator import ProcessCommunicator, require_as_many
 from .rank_program import RankProgram
 
 __all__ = ["ProcessRuntime"]
@@ -63,14 +63,9 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         limit = _torch.timeout_of_all_ranks() if timeout is None else timedelta(seconds=timeout)
         self.mesh, self.turn = mesh, CallGuard()
         wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "making process groups")
-        try:
-            with waiting(wait):
-                self.carrier = ProcessCommunicator(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
-                self.rank, self._meeting = self.carrier.rank, ControlGroup(mesh, limit, self.carrier.doing, self.turn)
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise wait.failure(None, error) from error
+        with wait.noted():
+            self.carrier = ProcessCommunicator(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
+            self.rank, self._meeting = self.carrier.rank, ControlGroup(mesh, limit, self.carrier.doing, self.turn)
         self.device = _device_of_ranks()
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
@@ -302,8 +297,8 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 def _initialise(timeout: float, mesh: Mesh) -> None:
     """Create the process group of all ranks if there is none, and watch its processes."""
     if dist.is_initialized():
-        _require_as_many(mesh)
-        _watch_once(_torch.store_of_all_ranks(), dist.get_rank(), dist.get_world_size(), mesh)
+        require_as_many(mesh)
+        _watch_once(mesh)
         return
     backend = chosen_backend() or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
     if backend in MPI_BACKENDS:
@@ -322,7 +317,7 @@ def _initialise(timeout: float, mesh: Mesh) -> None:
     try:
         store = launched_store(launch, timeout, name)
         watch = watch_processes(store, rank, size, name) if size > 1 else None
-        with waiting(wait), recorded():
+        with wait.noted(kinds=()), recorded():
             store = dist.PrefixStore("default_pg", store)
             options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
             if backend == "mpi":  # torch's own knows its ranks
@@ -348,11 +343,12 @@ def _initialise(timeout: float, mesh: Mesh) -> None:
 _watched: list[weakref.ref[Any]] = []  # the process group of all ranks whose processes are watched
 
 
-def _watch_once(store: dist.Store | None, rank: int, size: int, mesh: Mesh) -> None:
+def _watch_once(mesh: Mesh) -> None:
     """Watch the processes of a group that the user's script made. The first call is a collective."""
-    if size > 1 and store is not None and not (_watched and _watched[0]() is dist.group.WORLD):
+    store = _torch.store_of_all_ranks()
+    if mesh.size > 1 and store is not None and not (_watched and _watched[0]() is dist.group.WORLD):
         has_failed = _barrier_failed(dist.barrier(async_op=True)) if str(dist.get_backend()) == "gloo" else None
-        _keep(watch_processes(store, rank, size, partial(rank_name, mesh), has_failed))
+        _keep(watch_processes(store, dist.get_rank(), mesh.size, partial(rank_name, mesh), has_failed))
 
 
 def _barrier_failed(barrier: dist.Work) -> Callable[[], bool]:
@@ -372,14 +368,6 @@ def _keep(watch: Watch | None) -> None:
     _watched[:] = [weakref.ref(dist.group.WORLD)]
     if watch is not None:
         weakref.finalize(dist.group.WORLD, watch.leave).atexit = False
-
-
-def _require_as_many(mesh: Mesh) -> None:
-    if dist.get_world_size() != mesh.size:
-        raise ValueError(
-            f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
-            f"start {mesh.size}, or change the mesh"
-        )
 
 
 def _let_go_at_exit(world: weakref.ref[Any], process: int) -> None:

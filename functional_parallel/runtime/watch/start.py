@@ -26,7 +26,7 @@ from ...errors import CollectiveError
 from ..calls import CURRENT, brief
 from ..launchers import Launch
 from ..shared_memory import host_identity
-from .watch import Endpoint, Name, Watch, missing_text, report_missing
+from .watch import Name, Watch, missing_text, report_missing
 
 __all__ = ["START_VARIABLE", "launched_store", "own_addresses", "start_seconds", "watch_processes"]
 
@@ -169,7 +169,7 @@ def _listening(store: dist.Store, size: int, name: Name) -> Watch:
     secret = secrets.token_hex(16)
     known = {"port": listener.getsockname()[1], "secret": secret, "hosts": own_addresses(), "host": host_identity()}
     store.set("address", json.dumps(known))
-    return Watch(0, size, name, Endpoint(None, listener, secret, partial(_unreached, store)))
+    return Watch(0, size, name, listener=listener, secret=secret, unreached=partial(_unreached, store))
 
 
 def _unreached(store: dist.Store, ranks: list[int]) -> list[int]:
@@ -200,7 +200,7 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
         except OSError:
             continue
         else:
-            return Watch(rank, size, name, Endpoint(hub, secret=known["secret"]))
+            return Watch(rank, size, name, hub=hub, secret=known["secret"])
     store.set(f"unreached/{rank}", "")
     print(
         f"functional_parallel: {name(rank)} cannot connect to {name(0)} at {', '.join(hosts)}, port {known['port']}: "
@@ -208,7 +208,7 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
         file=sys.stderr,
         flush=True,
     )
-    watch = Watch(rank, size, name, Endpoint())
+    watch = Watch(rank, size, name)
     watch.here.set()
     return watch
 

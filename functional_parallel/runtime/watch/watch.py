@@ -10,15 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from ..calls import CURRENT, Lost, Wait
+from ..calls import CURRENT, Lost, NamedWait
 from .board import Board, after_leaving
 from .connections import shut_down
 from .lines import Closed, Line
 
-__all__ = ["Endpoint", "Name", "Watch", "missing_text", "report_missing"]
+__all__ = ["Name", "Watch", "missing_text", "report_missing"]
 
 Name = Callable[[int], str]  # returns a rank's name in messages
 
@@ -30,23 +29,23 @@ _REPORT_EVERY = 30.0
 _EXIT_CODE = 1
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """One rank's end of the connections between rank 0 and the others. It is empty if the rank cannot connect."""
-
-    hub: socket.socket | None = None  # the connection to rank 0, on other ranks
-    listener: socket.socket | None = None  # the socket that others connect to, on rank 0
-    secret: str = ""  # a word that every rank knows, sent first
-    unreached: Callable[[list[int]], list[int]] = lambda ranks: []  # on rank 0: ranks that cannot connect, unwatched
-
-
 class Watch:
-    """Watches the ranks of torch.distributed from a thread."""
+    """Watches the ranks of torch.distributed from a thread. Without a hub or a listener, the rank cannot connect."""
 
-    def __init__(self, rank: int, size: int, name: Name, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        name: Name,
+        *,
+        hub: socket.socket | None = None,  # the connection to rank 0, on other ranks
+        listener: socket.socket | None = None,  # the socket that others connect to, on rank 0
+        secret: str = "",  # a word that every rank knows, sent first
+        unreached: Callable[[list[int]], list[int]] = lambda ranks: [],  # on rank 0: ranks that cannot connect
+    ) -> None:
         self.rank, self.size, self._name = rank, size, name
-        self._hub = None if endpoint.hub is None else Line(endpoint.hub)
-        self._listener, self._secret, self._unreached = endpoint.listener, endpoint.secret, endpoint.unreached
+        self._hub = None if hub is None else Line(hub)
+        self._listener, self._secret, self._unreached = listener, secret, unreached
         self._board, self._lines, self._strangers = Board(size), dict[int, Line](), list[Line]()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -61,7 +60,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="functional_parallel watch", daemon=True)
         CURRENT.learn, CURRENT.wake = self.learn, self.wake
         if self._hub is not None:
-            self._hub.send({"hello": rank, "secret": endpoint.secret})
+            self._hub.send({"hello": rank, "secret": secret})
         self._board.arrives(0)
         self._thread.start()
 
@@ -295,7 +294,7 @@ class Watch:
         return None
 
 
-def _position(on: Wait) -> dict[str, Any]:
+def _position(on: NamedWait) -> dict[str, Any]:
     return {
         "me": on.me,
         "ranks": list(on.ranks),
@@ -316,7 +315,7 @@ def missing_text(missing: list[int], size: int, seconds: float, name: Name) -> s
     return f"{len(missing)} of {size} ranks did not arrive in {seconds:.0f} s: {told}"
 
 
-def _end_process(on: Wait, seconds: float) -> None:
+def _end_process(on: NamedWait, seconds: float) -> None:
     """Write the error on stderr and end the process, for a wait that does not end by an error."""
     with suppress(Exception):
         error = on.failure(seconds)
