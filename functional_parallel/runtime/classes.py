@@ -47,12 +47,7 @@ class RankClasses:
 
     def index(self, rank: int, axes: AxisSet) -> int:
         """Return the index of a rank's class over `axes`."""
-        coordinates = self.mesh.coordinates(rank)
-        number = 0
-        for name in self.mesh.axis_names:
-            if name in axes:
-                number = number * self.mesh.axis_size(name) + coordinates[name]
-        return number
+        return self.mesh.axis_index(rank, [name for name in self.mesh.axis_names if name in axes])
 
     def picks(self, wanted: AxisSet, held: AxisSet) -> list[int]:
         """Return, for each class over `wanted`, the index of its ranks' class over `held`."""

@@ -1,8 +1,7 @@
-"""Interfaces of a runtime, of the executor of a pipeline rank, and of a communicator.
+"""Interfaces of a runtime and of the executor of a pipeline rank.
 
 A runtime runs the programs of a mesh. `Runtime` is the base class. Its defaults are those of a single process that has
-all ranks, so nothing is compared. `Communicator` is defined with the collectives, which bind it to axes, and `Executor`
-with the pipelines, which drive it.
+all ranks, so nothing is compared. `Executor` is defined with the pipelines, which drive it.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 
 from sharding_specs import Mesh, P
 
-from ..collectives import Communicator
+from .. import _torch
 from ..pipelines import Executor
 from .execution import Origin
 
-__all__ = ["Communicator", "Executor", "Runtime"]
+__all__ = ["Executor", "Runtime"]
 
 Handle = TypeVar("Handle")  # a sharded value, as the runtime holds it
 Runnable = TypeVar("Runnable")  # the kind of program that it runs
@@ -88,7 +87,12 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
     ) -> None:
-        """Check that every rank was given the same full tensors, or the same shards."""
+        """Check that every rank was given the same full tensors. Inside a transform, nothing is compared.
+
+        With `parts`, the specs of the tensors, ranks were given their own shards. Ranks with the same shard must agree.
+        """
+        if not _torch.has_functorch_level(tensors):
+            self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
 
     def checksum(self, x: torch.Tensor) -> str:
         """Return the checksum of a tensor for comparison with other ranks; empty if nothing is compared."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,7 +17,6 @@ from torch import fx
 
 from ...functions import PyTree
 from ...ir import Traced, operands_of, source_of, walk_args
-from .codegen import Writer
 
 __all__ = ["Log", "Origin", "Recorded"]
 
@@ -60,17 +58,13 @@ class Recorded:
         self.traced, self._ranks = traced, ranks
         self._found: dict[fx.Node, _Counts] = {}
 
-    def line(self, node: fx.Node, writer: Writer, text: str) -> str:
-        """Return a line's right-hand side that also records its result."""
-        return f"{writer.constant(partial(self._record, node))}({text})"
-
     def run(self, function: Callable[[list[Handle]], list[Handle]], handles: list[Handle], log: Log) -> list[Handle]:
-        """Run the function that was written with `line`, and log the op that computed a non-finite value."""
+        """Run the function that was written to record by `note`, and log the op that computed a non-finite value."""
         for node, handle in zip(self.traced.inputs, handles, strict=True):
-            self._record(node, handle)
+            self.note(node, handle)
         for node in self.traced.graph.nodes:
             if node.op == "get_attr":
-                self._record(node, self.traced.constants[str(node.target)])
+                self.note(node, self.traced.constants[str(node.target)])
         with torch.no_grad():
             results = function(handles)
         node = self._origin()
@@ -82,7 +76,7 @@ class Recorded:
         log.programs += 1
         return results
 
-    def _record(self, node: fx.Node, value: Handle) -> Handle:
+    def note(self, node: fx.Node, value: Handle) -> Handle:
         each = value if isinstance(value, list) else [value]
         ranks = self._ranks(node)
         for index, one in enumerate(each):

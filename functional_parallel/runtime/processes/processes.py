@@ -99,8 +99,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """Return a tensor without memory, with the global shape of a shard that `own` takes."""
-        result: torch.Tensor = hollow(x, whole_shape(x.shape, spec, self.mesh))
-        return result
+        return hollow(x, whole_shape(x.shape, spec, self.mesh))
 
     def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
         """Gather the full tensor on every rank. `whose` describes it to the other ranks."""
@@ -123,8 +122,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
         like = torch.empty((), dtype=handle.dtype, device=self.device) if handle.is_meta else handle
-        result: torch.Tensor = hollow(like, whole_shape(handle.shape, spec, self.mesh))
-        return result
+        return hollow(like, whole_shape(handle.shape, spec, self.mesh))
 
     def declared(self, handle: torch.Tensor, made: P, spec: P) -> torch.Tensor:
         """Return the handle unchanged: a rank holds its shard, whether or not other ranks hold the same values."""
@@ -231,16 +229,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         """Check that every rank runs a program on the same full tensors."""
         paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
         self.check_same(program.name, paths, tensors)
-
-    def check_same(
-        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
-    ) -> None:
-        """Compare the checksums of full tensors between ranks. Inside a transform, nothing is compared.
-
-        With `parts`, the specs of the tensors, ranks were given their own shards. Ranks with the same shard must agree.
-        """
-        if not _torch.has_functorch_level(tensors):
-            self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
 
     def checksum(self, x: torch.Tensor) -> str:
         """Return the checksum of a tensor for comparison with other ranks; empty if there is only one rank."""
