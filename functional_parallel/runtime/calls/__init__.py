@@ -3,8 +3,7 @@
 from .call_guard import CallGuard
 from .call_log import READS, CallLog, is_ahead
 from .handle import ProcessGroupRef
-from .pending import PendingCollective
-from .running import CollectiveSteps, RunningCollective, Waitable
+from .running import CollectiveSteps, PendingCollective, RunningCollective, Waitable
 from .waiting import CURRENT, Lost, brief, note_step
 from .waits import CollectiveWait, NamedWait, WaitFor, rank_name, rank_names
 

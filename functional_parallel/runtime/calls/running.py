@@ -1,4 +1,6 @@
-"""A collective algorithm in flight: a generator that sends, then yields the messages that it must wait for.
+"""A collective in flight: started when its operand is ready, waited for when its result is needed.
+
+The algorithm is torch's, or a generator that sends, then yields the messages that it must wait for.
 
     def exchange(team, x, result):
         messages = team.messages()
@@ -11,10 +13,19 @@ and wait for the same collectives in the same order. A waiting rank therefore al
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["CollectiveSteps", "RunningCollective", "Waitable"]
+from torch import Tensor
+
+from ...errors import CallMismatchError
+from .waiting import CURRENT
+from .waits import NamedWait
+
+__all__ = ["CollectiveSteps", "PendingCollective", "RunningCollective", "Waitable"]
+
+Result = TypeVar("Result")
 
 
 class Waitable(Protocol):
@@ -53,3 +64,44 @@ class RunningCollective:
             self._awaited = next(self._steps)
         except StopIteration:
             self._steps, self._awaited = None, ()
+
+
+class PendingCollective:
+    """A started collective. `start` returns torch's handle, or None if no data must be sent.
+
+    `finish` computes the result after all bytes have arrived. Until then its closure keeps the buffers alive.
+    """
+
+    __slots__ = ("_began", "_finish", "_on", "_work")
+
+    def __init__(self, start: Callable[[], Waitable | None], finish: Callable[[], Any], wait: NamedWait) -> None:
+        self._finish, self._on = finish, wait
+        self._began = time.monotonic()
+        self._work = self._noted(start)
+
+    def wait(self) -> Any:
+        """Wait and return the result: a contiguous tensor, or several tensors."""
+        if self._work is not None:
+            self._noted(self._work.wait)
+        result = self._finish()
+        return result.contiguous() if isinstance(result, Tensor) else result
+
+    def tensor(self) -> Tensor:
+        """Wait and return the result of a collective without a layout."""
+        result: Tensor = self.wait()
+        return result
+
+    def _noted(self, act: Callable[[], Result]) -> Result:
+        before, CURRENT.on = CURRENT.on, self._on
+        CURRENT.waits += 1
+        try:
+            return act()
+        except (CallMismatchError, RuntimeError, ValueError) as error:
+            raise self._failure(error) from error
+        finally:
+            CURRENT.on = before
+
+    def _failure(self, error: Exception) -> Exception:
+        if isinstance(error, CallMismatchError):
+            return CallMismatchError(f"{self._on.where}: {error}" if self._on.where else str(error))
+        return self._on.failure(time.monotonic() - self._began, error)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buffers import as_bytes, flat_or_view, from_bytes
+from ..buffers import as_bytes, cat_or_view, from_bytes
 from ..calls import CallLog, PendingCollective, Waitable, WaitFor
 from .groups import MeshGroups
 
@@ -105,7 +105,7 @@ class TorchCollectives:
         members = self._groups.over(axes)
         to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]
         lengths = [part.numel() for part in to_send]
-        sent = flat_or_view(to_send)
+        sent = cat_or_view(to_send, 0)
         sizes = [0] * len(expected)
         for seat, elements in zip(members.seats, expected, strict=True):
             sizes[seat] = elements * x.element_size()
