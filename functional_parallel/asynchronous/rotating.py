@@ -141,4 +141,4 @@ class Rotating(Node):
             return []
         _, best = min((-version, rank) for rank, (version, _) in self.left.items())
         version, params = self.left[best]
-        return [Message("final", self.rank, self.rank, params, {"version": version, "ended": self.ended})]
+        return [Message("final", self.rank, self.rank, params, {"version": version, "ended": list(self.ended.items())})]

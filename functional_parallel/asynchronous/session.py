@@ -6,6 +6,7 @@ closes is the death of its rank.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import queue
 import selectors
@@ -15,20 +16,24 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+
+import optree
+import torch
 
 from ..errors import CollectiveError
 from ..functions import PyTree
 from ..runtime import keep_alive
-from .encoding import decoded, encoded
 from .messages import TO_CLIENT, Message, Node
 
 __all__ = ["Session"]
 
 _FRAME = struct.Struct("!QQ")  # bytes of the header, and of the tensors
 _READ = 1 << 20
+_ALIGNED = 16  # bytes, as the widest dtype
+_PADDING = memoryview(bytes(_ALIGNED))
 
 
 class _Peer:
@@ -115,7 +120,6 @@ class Session:
                 if isinstance(found, BaseException):
                     self._replies.put(found)  # for later calls
                     raise found
-                self.ended.update(found.numbers["ended"])
                 return found
             if time.monotonic() - began > self._timeout:
                 other = "the other ranks" if self._server in (None, self.rank) else self._name(self._server)
@@ -211,18 +215,50 @@ class Session:
         if peer is None:
             return  # it died; the node was told
         parts, described, kept = encoded(message.tree)
-        numbers = dict(message.numbers)
-        if "ended" in numbers:
-            numbers["ended"] = list(numbers["ended"].items())
-        header = {"kind": message.kind, "source": message.source, "numbers": numbers, "tensors": described}
+        header = {"kind": message.kind, "source": message.source, "numbers": message.numbers, "tensors": described}
         peer.send(json.dumps(header).encode(), parts, kept)
         with suppress(OSError):  # reading reports it
             peer.write()
 
     def _decoded(self, rank: int, header: bytes, body: bytearray) -> Message:
         found = json.loads(header)
-        numbers = found["numbers"]
-        if "ended" in numbers:
-            numbers["ended"] = dict(numbers["ended"])
         tree = decoded(found["tensors"], body, self._templates.get(found["kind"]))
-        return Message(found["kind"], found["source"], self.rank, tree, numbers)
+        return Message(found["kind"], found["source"], self.rank, tree, found["numbers"])
+
+
+# --- Trees of tensors as bytes. Both ends know the structure of the tree, so only tensors are sent ---
+
+
+def encoded(tree: PyTree) -> tuple[list[memoryview], list[Any] | None, Any]:
+    """Return the bytes of the tensors, their dtypes and shapes, and what has to live until they are sent."""
+    if tree is None:
+        return [], None, None
+    tensors = [leaf.detach().cpu().contiguous() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    parts = []
+    for x in tensors:
+        size = x.numel() * x.element_size()
+        if size:
+            parts.append(memoryview((ctypes.c_char * size).from_address(x.data_ptr())).cast("B"))
+            parts.append(_PADDING[: -size % _ALIGNED])
+    return parts, [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors], tensors
+
+
+def decoded(described: Sequence[Any] | None, body: bytearray, template: PyTree) -> PyTree:
+    """Return a tree like the template with the tensors of a message, on the template's devices."""
+    if described is None:
+        return None
+    leaves, tree = optree.tree_flatten(template)
+    given, offset = iter(described), 0
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        name, shape = next(given)
+        dtype = getattr(torch, name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size:
+            x = torch.frombuffer(body, dtype=dtype, count=size // dtype.itemsize, offset=offset).reshape(shape)
+        else:
+            x = torch.empty(shape, dtype=dtype)
+        leaves[index] = x.to(leaf.device)
+        offset += size + -size % _ALIGNED
+    return optree.tree_unflatten(tree, leaves)

@@ -17,7 +17,6 @@ from .. import _torch
 from ..errors import DonatedStateError, NonFiniteError
 from ..functions import PyTree
 from ..ir import is_trained
-from ..quantities import is_positive_int
 from ..runtime import ProcessRuntime, default_runtime, rank_name
 from .central import Central
 from .clock import Clock
@@ -29,7 +28,7 @@ from .simulated import dropped_rank, finished, stepped
 from .state import AsyncMetrics, AsyncState
 from .worker import Computation
 
-__all__ = ["AsyncStep", "Method", "require_staleness"]
+__all__ = ["AsyncStep", "Method"]
 
 
 @dataclass(frozen=True)
@@ -219,11 +218,3 @@ class AsyncStep:
                 f"{self.method.name}: other ranks have gone on from this state, of step {state.step}: use the state "
                 "that the last step returned"
             )
-
-
-def require_staleness(name: str, staleness: Any, least: int = 0) -> None:
-    """Check a bound on staleness: 0, or an integer of at least `least`."""
-    is_zero = staleness == 0 and not isinstance(staleness, bool)
-    if not is_zero and (not is_positive_int(staleness) or staleness < least):
-        more = f"0, or at least {least}, the number of ranks" if least else "an integer of at least 0"
-        raise ValueError(f"{name}(staleness={staleness!r}): the bound is a number of updates, {more}")

@@ -1,7 +1,7 @@
 """Algorithms for collectives of real processes, written over messages or shared memory, and their selection."""
 
 from . import launch
-from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, GroupWaits, RankGroup, TaggedMessages
+from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
 from .call_check import CallCheck
 from .selection import Selection, requested_algorithm, select
 from .table import ALGORITHMS, Algorithm
@@ -13,7 +13,6 @@ __all__ = [
     "Algorithm",
     "AlgorithmGroup",
     "CallCheck",
-    "GroupWaits",
     "RankGroup",
     "Selection",
     "TaggedMessages",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ..calls import CollectiveSteps, Waitable
-from .algorithm_group import COMPLETED, GroupWaits, RankGroup, TaggedMessages
+from ..calls import CollectiveSteps, GroupWaits, Waitable
+from .algorithm_group import COMPLETED, RankGroup, TaggedMessages
 
 __all__ = ["CallCheck"]
 

@@ -5,7 +5,7 @@ from .call_log import READS, CallLog, is_ahead
 from .handle import ProcessGroupRef
 from .running import CollectiveSteps, PendingCollective, RunningCollective, Waitable
 from .waiting import CURRENT, Lost, brief, note_step
-from .waits import CollectiveWait, NamedWait, WaitFor, rank_name, rank_names
+from .waits import CollectiveWait, GroupWaits, NamedWait, WaitFor, rank_name, rank_names
 
 __all__ = [
     "CURRENT",
@@ -14,6 +14,7 @@ __all__ = [
     "CallLog",
     "CollectiveSteps",
     "CollectiveWait",
+    "GroupWaits",
     "Lost",
     "NamedWait",
     "PendingCollective",

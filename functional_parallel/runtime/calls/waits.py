@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -13,9 +14,10 @@ from sharding_specs import Mesh
 
 from ...errors import CallMismatchError, CollectiveError
 from ..buffers import LazyBucket
+from .call_log import CallLog
 from .waiting import CURRENT
 
-__all__ = ["CollectiveWait", "NamedWait", "WaitFor", "rank_name", "rank_names"]
+__all__ = ["CollectiveWait", "GroupWaits", "NamedWait", "WaitFor", "rank_name", "rank_names"]
 
 Errors = type[Exception] | tuple[type[Exception], ...]
 
@@ -128,6 +130,18 @@ class CollectiveWait(NamedWait):
     def what(self) -> str:
         dtype = str(self._dtype).removeprefix("torch.")
         return f"{self._operation} over {self._axes} of {dtype}{list(self._shape)}"
+
+
+@dataclass(frozen=True)
+class GroupWaits:
+    """What a rank's waits for the others of its group need, if they are not torch's."""
+
+    timeout: float = 600.0  # seconds to wait for another rank
+    doing: CallLog = field(default_factory=CallLog)
+    names: Sequence[str] = ()
+
+    def name(self, rank: int) -> str:
+        return self.names[rank] if self.names else f"rank {rank} of the group"
 
 
 WaitFor = Callable[[str, Tensor | LazyBucket, tuple[str, ...]], CollectiveWait]

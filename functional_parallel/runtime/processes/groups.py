@@ -18,8 +18,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from ..algorithms import ROLL_CALL, AlgorithmGroup, CallCheck, GroupWaits, RankGroup, TaggedMessages
-from ..calls import CallLog, ProcessGroupRef, rank_name
+from ..algorithms import ROLL_CALL, AlgorithmGroup, CallCheck, RankGroup, TaggedMessages
+from ..calls import CallLog, GroupWaits, ProcessGroupRef, rank_name
 from ..watch import recorded
 
 __all__ = ["AxisGroup", "MeshGroups"]

@@ -25,12 +25,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...collectives import HALF, ROOM, SMALL_HALF, aligned
-from ..calls import CURRENT, CallLog, CollectiveSteps, RunningCollective, Waitable, is_ahead
+from ..calls import CURRENT, CollectiveSteps, GroupWaits, RunningCollective, Waitable, is_ahead
 from .channels import Channels
 
 __all__ = ["HALF", "MappedMemory", "SharedMemory", "Slot", "anonymous_memory"]
@@ -43,13 +44,12 @@ _WHENEVER = -1  # replaces the call id in a signal that belongs to no call
 _MADV_POPULATE_WRITE = 23  # of Linux; Python does not define it
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """Slice at one offset of every rank's memory, as bytes by rank, until `done`."""
 
-    __slots__ = ("_half", "parts")
-
-    def __init__(self, parts: list[Tensor], half: _Half) -> None:
-        self.parts, self._half = parts, half
+    parts: list[Tensor]
+    _half: _Half
 
     def done(self) -> None:
         """Note that this rank has read everything that it needs. Call this before requesting another slot."""
@@ -88,23 +88,15 @@ class _Half:
 class SharedMemory:
     """One rank's end of the memory that the ranks of a group share.
 
-    `peers` has a connected stream socket to each other rank. Waits for signals end after `timeout` seconds.
+    `peers` has a connected stream socket to each other rank.
     """
 
     def __init__(
-        self,
-        rank: int,
-        peers: dict[int, socket.socket],
-        memory: Sequence[MappedMemory],
-        timeout: float = 600.0,
-        doing: CallLog | None = None,
-        names: Sequence[str] | None = None,
+        self, rank: int, peers: dict[int, socket.socket], memory: Sequence[MappedMemory], waits: GroupWaits
     ) -> None:
         self.rank, self.size = rank, len(memory)
-        self._names = names or [f"rank {number} of the group" for number in range(self.size)]
-        self.doing = doing or CallLog()
+        self._peers, self._memory, self._waits, self.doing = peers, memory, waits, waits.doing
         self.doing.tell(self)
-        self._peers, self._memory, self._timeout = peers, memory, timeout
         weakref.finalize(self, _close, list(peers.values()))
         _living.add(self)
         self._poll = select.poll()
@@ -185,11 +177,11 @@ class SharedMemory:
             if ended := ranks & self._ended:
                 raise RuntimeError(f"{self._called(ended)} ended")
             seconds = time.monotonic() - began
-            if seconds > self._timeout:
+            if seconds > self._waits.timeout:
                 raise RuntimeError(f"no signal from {self._called(ranks)} in {seconds:.1f} s")
             if CURRENT.lost is not None:
                 raise RuntimeError(f"the wait for {self._called(ranks)} was ended")
-            for descriptor, _ in self._poll.poll(min(self._timeout - seconds, _LOOK_EVERY) * 1000 + 1):
+            for descriptor, _ in self._poll.poll(min(self._waits.timeout - seconds, _LOOK_EVERY) * 1000 + 1):
                 self._read_signals(self._rank_of[descriptor])
 
     def refuse(self, rank: int, mark: int) -> None:
@@ -197,7 +189,7 @@ class SharedMemory:
         self.doing.refuse(mark, self._called({rank}))
 
     def _called(self, ranks: set[int]) -> str:
-        return ", ".join(self._names[rank] for rank in sorted(ranks))
+        return ", ".join(self._waits.name(rank) for rank in sorted(ranks))
 
     def _read_signals(self, rank: int) -> None:
         try:
