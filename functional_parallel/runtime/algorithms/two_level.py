@@ -39,12 +39,14 @@ def reduce(
 ) -> CollectiveSteps:
     """Compute chunk i of the sum on rank i."""
     dtype = accumulated or result.dtype
-    bundles = _alike([torch.cat([chunks[rank].reshape(-1).to(dtype) for rank in ranks]) for ranks in team.places()])
-    local, mine = team.local, torch.empty_like(bundles[0])
+    bundles = [torch.cat([chunks[rank].reshape(-1).to(dtype) for rank in ranks]) for ranks in team.places()]
+    longest = max(bundle.numel() for bundle in bundles)
+    bundles = [torch.nn.functional.pad(bundle, (0, longest - bundle.numel())) for bundle in bundles]
+    mine = torch.empty_like(bundles[0])
     if team.shared is not None:
         yield from shared.reduce_scatter(team.shared, bundles, mine)
     else:
-        yield from direct.reduce(local, messages.among(team.on_my_host), bundles, mine, None)
+        yield from direct.reduce(team.local, messages.among(team.on_my_host), bundles, mine, None)
     total = torch.empty_like(result, dtype=dtype).view(-1)
     yield from ring.reduce_scatter_steps(
         team.across, messages.among(team.with_my_place), _unbundled(mine, chunks, team.with_my_place), total, None
@@ -68,12 +70,6 @@ def gather(team: AlgorithmGroup, messages: TaggedMessages, parts: Sequence[Tenso
     for ranks, bundle in zip(team.places(), bundles, strict=True):
         for rank, part in zip(ranks, _unbundled(bundle, flat, ranks), strict=True):
             flat[rank].copy_(part)
-
-
-def _alike(bundles: Sequence[Tensor]) -> list[Tensor]:
-    """Pad all bundles to the length of the longest."""
-    longest = max(bundle.numel() for bundle in bundles)
-    return [torch.nn.functional.pad(bundle, (0, longest - bundle.numel())) for bundle in bundles]
 
 
 def _unbundled(bundle: Tensor, likes: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:

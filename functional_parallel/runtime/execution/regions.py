@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -323,12 +323,7 @@ def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequen
             new[node] = new[node.args[0]]
         else:
             new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].target = _target(node)
+            new[node].target = unpacked if node.target is UNPACK else _torch.stride_free(node.target)
             forget_info(new[node])
     graph.output(tuple(new[node] for node in results))
     return CompiledRegion(graph, f"{len(ops)} ops from {source_of(ops[0])}")
-
-
-def _target(node: fx.Node) -> Callable[..., Any]:
-    """Return the function that a region calls for an op."""
-    return unpacked if node.target is UNPACK else _torch.stride_free(node.target)

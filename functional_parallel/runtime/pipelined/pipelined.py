@@ -74,17 +74,15 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return int(self.base.calls)
 
     def whole(self, placed: PipelineValue, spec: P, whose: str = "") -> torch.Tensor:
-        result: torch.Tensor
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
-            result = self.base.whole(next(iter(placed.parts.values())), spec, whose)
-            return result
-        if self.carrier is None:
-            result = self.base.whole(self._from_a_holder(placed), spec)
-            return result
-        with self.base.turn, self.carrier.bound():
-            self.carrier.doing.begin(READS + whose)
-            mine = self._from_a_holder(placed)
-        result = self.base.whole(mine, spec, whose)
+            held = next(iter(placed.parts.values()))
+        elif self.carrier is None:
+            held = self._from_a_holder(placed)
+        else:
+            with self.base.turn, self.carrier.bound():
+                self.carrier.doing.begin(READS + whose)
+                held = self._from_a_holder(placed)
+        result: torch.Tensor = self.base.whole(held, spec, whose)
         return result
 
     def _from_a_holder(self, placed: PipelineValue) -> Part:

@@ -43,8 +43,7 @@ class PointToPoint:
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
         """Post the receive of a message."""
-        buffers = [self._buffer(aval) for aval in avals]
-        works = [self._get(buffer, step.rank) for buffer in buffers]
+        buffers, works = self._receives(avals, step.rank)
         self._expected[step.action] = step, buffers, works, time.monotonic()
 
     def take(self, action: Action) -> list[torch.Tensor] | None:
@@ -76,8 +75,8 @@ class PointToPoint:
             if self.rank < rank:
                 self._post_each(_joined(outgoing.get(rank, ())), rank, rank)
             if avals := incoming.get(rank, ()):
-                buffers = [self._buffer(Aval((size,), dtype)) for dtype, size in _sizes(avals)]
-                under_way.append((rank, avals, buffers, [self._get(buffer, rank) for buffer in buffers]))
+                buffers, works = self._receives([Aval((size,), dtype) for dtype, size in _sizes(avals)], rank)
+                under_way.append((rank, avals, buffers, works))
             if self.rank > rank:
                 self._post_each(_joined(outgoing.get(rank, ())), rank, rank)
         found = {}
@@ -90,8 +89,9 @@ class PointToPoint:
 
     # --- one tensor ---
 
-    def _buffer(self, aval: Aval) -> torch.Tensor:
-        return torch.empty(aval.shape, dtype=aval.dtype, device=self.device)
+    def _receives(self, avals: Sequence[Aval], rank: int) -> tuple[list[torch.Tensor], list[Waitable]]:
+        buffers = [torch.empty(aval.shape, dtype=aval.dtype, device=self.device) for aval in avals]
+        return buffers, [self._messages.receive(as_bytes(buffer), rank) for buffer in buffers]
 
     def _post_each(self, values: Sequence[torch.Tensor], rank: int, name: Send | int) -> None:
         for value in values:
@@ -103,9 +103,6 @@ class PointToPoint:
 
     def _wait_for(self, name: Send | Receive | int) -> _MessageWait:
         return _MessageWait(self.carrier.mesh, self.carrier.rank, self.axis, name)
-
-    def _get(self, buffer: torch.Tensor, rank: int) -> Waitable:
-        return self._messages.receive(as_bytes(buffer), rank)
 
     def _wait(self, work: Waitable, name: Send | Receive | int, began: float) -> None:
         with self._wait_for(name).noted(began, kinds=_KINDS):

@@ -83,39 +83,33 @@ class TorchCollectives:
         x: Tensor,
         chunks: Sequence[Tensor],
         axes: tuple[str, ...],
-        finish: Callable[[list[Tensor]], Tensor],
-    ) -> PendingCollective:
-        """Send chunk i to rank i. Pass the received chunks to `finish`, in the order of the axes."""
-        sizes = [chunk.numel() for chunk in chunks]
-
-        def end(received: list[Tensor]) -> Tensor:
-            return finish([part.reshape(chunk.shape) for part, chunk in zip(received, chunks, strict=True)])
-
-        return self.all_to_all_unevenly(operation, x, chunks, sizes, axes, end)
-
-    def all_to_all_unevenly(
-        self,
-        operation: str,
-        x: Tensor,
-        chunks: Sequence[Tensor],
-        expected: Sequence[int],
-        axes: tuple[str, ...],
         finish: Callable[[list[Tensor]], Result],
+        expected: Sequence[Sequence[int]] | None = None,
     ) -> PendingCollective:
+        """Send chunk i to rank i. Pass the received chunks to `finish`, in the order of the axes.
+
+        `expected` has the shapes of the received chunks if they are not those of the sent ones.
+        """
+        shapes = [torch.Size(shape) for shape in expected or [chunk.shape for chunk in chunks]]
         members = self._groups.over(axes)
         to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]
         lengths = [part.numel() for part in to_send]
         sent = cat_or_view(to_send, 0)
-        sizes = [0] * len(expected)
-        for seat, elements in zip(members.seats, expected, strict=True):
-            sizes[seat] = elements * x.element_size()
+        sizes = [0] * len(shapes)
+        for seat, shape in zip(members.seats, shapes, strict=True):
+            sizes[seat] = shape.numel() * x.element_size()
         received = sent.new_empty(sum(sizes))
+
+        def end() -> Result:
+            parts = zip(members.in_order(received.split(sizes)), shapes, strict=True)
+            return finish([from_bytes(part, x).reshape(shape) for part, shape in parts])
+
         return self._started(
             operation,
             x,
             axes,
             lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
-            lambda: finish([from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
+            end,
         )
 
     def broadcast(self, operation: str, x: Tensor, axes: tuple[str, ...], source: int) -> PendingCollective:

@@ -90,8 +90,10 @@ class MeshGroups:
     def _find(self, axes: tuple[str, ...]) -> AxisGroup:
         ranks = next(tuple(ranks) for ranks in self._mesh.groups(axes) if self._rank in ranks)
         members = frozenset(ranks)
-        if ranks == (self._rank,) and members not in self._groups:
-            self._add_alone(members)
+        if ranks == (self._rank,) and members not in self._groups:  # the other ranks take no part
+            with recorded():
+                group = dist.new_group([self._rank], timeout=self._timeout, use_local_synchronization=True)
+            self._groups[members] = _TaggedGroup(ProcessGroupRef(group))
         if members not in self._groups:
             raise ValueError(
                 f"a collective over {axes}: process groups are made for at most {_MOST_AXES_TOGETHER} axes together, "
@@ -100,12 +102,6 @@ class MeshGroups:
         seconds = (self._timeout or default_pg_timeout).total_seconds()
         waits = GroupWaits(seconds, self._doing, [rank_name(self._mesh, rank) for rank in ranks])
         return AxisGroup(self._groups[members], self._rank, ranks, waits)
-
-    def _add_alone(self, ranks: frozenset[int]) -> None:
-        """Create the group of axes with one rank. The other ranks take no part."""
-        with recorded():
-            group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
-        self._groups[ranks] = _TaggedGroup(ProcessGroupRef(group))
 
 
 def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], _TaggedGroup]:

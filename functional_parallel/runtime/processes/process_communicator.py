@@ -200,12 +200,12 @@ class ProcessCommunicator:
         sources = {target: source for source, target in targets.items()}
         ranks = range(len(self._groups.over(axes).ranks))
         to_send = [x if targets.get(me) == rank else x.new_empty(0) for rank in ranks]
-        expected = [x.numel() if sources.get(me) == rank else 0 for rank in ranks]
+        expected = [x.shape if sources.get(me) == rank else (0,) for rank in ranks]
 
         def finish(received: list[Tensor]) -> Tensor:
-            return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
+            return received[sources[me]] if me in sources else torch.zeros_like(x)
 
-        return self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).tensor()
+        return self._backend.all_to_all("ppermute", x, to_send, axes, finish, expected).tensor()
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         return self._extreme("pmax", x, axes, reference.pmax)
@@ -242,12 +242,9 @@ class ProcessCommunicator:
         chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
         nothing = self._room((0,), x.dtype, axes)
         to_send = chunks if self.axis_index(axes) == owner else [nothing] * len(chunks)
-        expected = [chunk.numel() if rank == owner else 0 for rank, chunk in enumerate(chunks)]
-
-        def finish(received: list[Tensor]) -> Tensor:
-            return received[owner].reshape(chunks[0].shape)
-
-        return self._backend.all_to_all_unevenly("scatter", nothing, to_send, expected, axes, finish).tensor()
+        expected = [chunk.shape if rank == owner else (0,) for rank, chunk in enumerate(chunks)]
+        received = self._backend.all_to_all("scatter", nothing, to_send, axes, lambda parts: parts[owner], expected)
+        return received.tensor()
 
     def gather(self, x: Tensor, axes: tuple[str, ...], dim: int, owner: int) -> Tensor:
         return torch.cat(self._collected("gather", x, axes, owner), dim)
@@ -259,12 +256,12 @@ class ProcessCommunicator:
         """Return the values of all ranks, on the owner, and tensors without memory on the others."""
         ranks, is_owner = len(self._groups.over(axes).ranks), self.axis_index(axes) == owner
         to_send = [x if rank == owner else x.new_empty(0) for rank in range(ranks)]
-        expected = [x.numel() if is_owner else 0] * ranks
+        expected = [x.shape if is_owner else (0,)] * ranks
 
         def finish(received: list[Tensor]) -> list[Tensor]:
-            return [part.reshape(x.shape) if is_owner else x.to("meta") for part in received]
+            return received if is_owner else [x.to("meta")] * ranks
 
-        result: list[Tensor] = self._backend.all_to_all_unevenly(operation, x, to_send, expected, axes, finish).wait()
+        result: list[Tensor] = self._backend.all_to_all(operation, x, to_send, axes, finish, expected).wait()
         return result
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype, axes: tuple[str, ...]) -> Tensor:

@@ -73,15 +73,13 @@ class Watch:
 
     def learn(self, seconds: float) -> None:
         """Wait until a rank is known to have ended, or for this many seconds."""
+        seconds = seconds if self._thread.is_alive() else 0
         with self._news:
-            self._news.wait_for(self._knows, seconds if self._thread.is_alive() else 0)
+            self._news.wait_for(lambda: CURRENT.gone or CURRENT.left or CURRENT.lost or self._is_over, seconds)
 
     def missing(self, seconds: float) -> str:
         """Return a sentence about the ranks that have not arrived after this time."""
         return missing_text(self.absent, self.size, seconds, self._name)
-
-    def _knows(self) -> bool:
-        return bool(CURRENT.gone or CURRENT.left or CURRENT.lost or self._is_over)
 
     def leave(self, error: str = "") -> None:
         """Report to the other ranks that this process ends, normally or by an error, and stop watching."""
