@@ -226,13 +226,11 @@ class _RegionBuilder:
             [self.new[node] for node in self.old.captured_inputs],
         )
         traced.seal()
-        return RegionProgram(traced, self._readers(readers), self.calls)
-
-    def _readers(self, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:
-        return {
+        new_readers = {
             self.done_by[node]: list(dict.fromkeys(self.done_by[each] for each in found if each in self.done_by))
             for node, found in readers.items()
         }
+        return RegionProgram(traced, new_readers, self.calls)
 
     def _copy(self, node: fx.Node) -> None:
         copy = self.graph.node_copy(node, self.new.__getitem__)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -38,7 +39,7 @@ _MARGIN = 5.0
 _TO_CONNECT = 4.0
 _FOR_LATE_RANKS = 8.0
 
-_numbers = {"watches": 0}
+_numbers = count(1)  # of watches
 _active: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
@@ -86,9 +87,8 @@ def watch_processes(
     An error names the ranks that are missing at the deadline, or that died before all had arrived. `has_failed` tells
     whether a connection of an existing process group has failed.
     """
-    _numbers["watches"] += 1
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"functional_parallel/watch/{restart}/{_numbers['watches']}", store)
+    store = dist.PrefixStore(f"functional_parallel/watch/{restart}/{next(_numbers)}", store)
     CURRENT.forget()
     try:
         watch = _listening(store, size, name) if rank == 0 else _connected(store, rank, size, name)
