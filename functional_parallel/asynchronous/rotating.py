@@ -35,7 +35,6 @@ class Rotating(Node):
 
     @property
     def holder(self) -> int:
-        """The rank whose turn it is."""
         return self.turn % self.rules.ranks
 
     def handle(self, message: Message) -> tuple[Rotating, list[Message]]:

@@ -52,7 +52,6 @@ class _Peer:
         self.out.extend((part, kept) for part in (memoryview(sizes), memoryview(header), *parts))
 
     def write(self) -> None:
-        """Send what the connection takes now."""
         with suppress(BlockingIOError):
             while self.out:
                 part, kept = self.out[0]
@@ -63,7 +62,6 @@ class _Peer:
                 self.out.popleft()
 
     def read(self) -> list[tuple[bytes, bytearray]]:
-        """Return the messages that have arrived."""
         with suppress(BlockingIOError):
             data = self.link.recv(_READ)
             if not data:
@@ -107,7 +105,6 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """Time since the start."""
         return time.monotonic() - self._begun
 
     def exchange(self, message: Message) -> Message:

@@ -44,13 +44,11 @@ class Method:
         return rank if self.server is None else self.server
 
     def linked(self, ranks: int, rank: int) -> set[int]:
-        """Return the ranks that a rank exchanges messages with."""
         if self.server is None or self.server == rank:
             return set(range(ranks)) - {rank}
         return {self.server}
 
     def nodes(self, rules: Rules, params: PyTree, optimizer: PyTree) -> Mapping[int, Node]:
-        """Return the first nodes, by rank."""
         everyone = range(rules.ranks)
         if self.server is None:
             return {rank: Rotating(rules, rank, params, optimizer, frozenset(everyone)) for rank in everyone}

@@ -86,7 +86,6 @@ class AlgorithmGroup(RankGroup):
         return COMPLETED
 
     def receive(self, into: Tensor, source: int) -> Waitable:
-        """Start to receive into contiguous bytes."""
         channels = self._channels(into, source)
         if channels is None:
             return self._tagged(_SINGLE).receive(into, source)
@@ -145,7 +144,6 @@ class TaggedMessages:
         return self._started(dist.isend, x, self._seats[to], "group_dst")
 
     def receive(self, into: Tensor, source: int) -> Waitable:
-        """Start to receive into a contiguous tensor."""
         return self._started(dist.irecv, into, self._seats[source], "group_src")
 
     def _started(self, operation: Callable[..., dist.Work | None], x: Tensor, seat: int, end: str) -> Waitable:

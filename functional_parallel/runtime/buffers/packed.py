@@ -89,7 +89,6 @@ class LazyBucket:
                 torch.cat(piece, out=run)
 
     def whole(self) -> Tensor:
-        """Pack the tensors into new memory and return it."""
         tensors, self.tensors = self.tensors, ()
         self._runs = ConcatReader(())
         return packed(tensors, self.parts, self._dims)

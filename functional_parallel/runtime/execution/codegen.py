@@ -78,7 +78,6 @@ class Writer:
         return name
 
     def op(self, target: fx.node.Target) -> str:
-        """Return a name for the callable of an op."""
         if self.differentiable:
             return self.constant(differentiable_form(target) or _torch.under_transforms(target))
         return self.constant(_torch.direct_call(_torch.stride_free(target)))
@@ -95,7 +94,6 @@ class Writer:
         return self.constant(value)
 
     def call(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
-        """Return `op(args)` for an ordinary op."""
         parts = [self.argument(arg, node_text) for arg in node.args]
         parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
         return f"{self.op(node.target)}({', '.join(parts)})"

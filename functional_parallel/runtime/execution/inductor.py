@@ -57,7 +57,6 @@ class CompiledRegion:
 
 
 def region_of(key: str, make: Callable[[], CompiledRegion]) -> CompiledRegion:
-    """Return the region of this structure."""
     if (region := _regions.get(key)) is None:
         region = _regions[key] = make()
     return region

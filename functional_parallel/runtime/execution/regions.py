@@ -280,7 +280,6 @@ class _RegionBuilder:
 
 
 def _needed(inside: Mapping[fx.Node, Any], results: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the ops that the results need."""
     needed, waiting = set(results), list(results)
     while waiting:
         fresh = [each for each in operands_of(waiting.pop()) if each in inside and each not in needed]

@@ -59,18 +59,15 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return self._where_taken(program.holders(program.inputs[number]), x, spec)
 
     def entered(self, x: torch.Tensor, spec: P) -> PipelineValue:
-        """Return the handle, so that a derivative of it is a derivative of the full tensor."""
         if self.carrier is not None:
             _refuse_derivatives([x])
         return self._everywhere(self.base.entered(x, spec))
 
     def own(self, x: torch.Tensor, spec: P) -> PipelineValue:
-        """Return the handle of a shard that this process was given."""
         return self._everywhere(self.base.own(x, spec))
 
     @property
     def calls(self) -> int:
-        """Number of calls that this rank has made with the others."""
         return int(self.base.calls)
 
     def whole(self, placed: PipelineValue, spec: P, whose: str = "") -> torch.Tensor:
@@ -152,7 +149,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         batch: Sequence[torch.Tensor] = (),
         whose: str = "",
     ) -> list[PipelineValue]:
-        """Run a pipeline on sharded inputs. `batch` holds the full tensors that every rank was given."""
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
         self.base.agree_on(program)

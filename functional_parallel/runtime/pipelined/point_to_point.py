@@ -37,12 +37,10 @@ class PointToPoint:
         self._sent: list[tuple[Any, torch.Tensor, Send | int]] = []
 
     def send(self, step: Send, values: Sequence[torch.Tensor]) -> None:
-        """Send the results of an action."""
         self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
         self._post_each(values, step.rank, step)
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
-        """Post the receive of a message."""
         buffers, works = self._receives(avals, step.rank)
         self._expected[step.action] = step, buffers, works, time.monotonic()
 
@@ -136,7 +134,6 @@ def _sizes(avals: Sequence[Aval]) -> list[tuple[torch.dtype, int]]:
 
 
 def _joined(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Concatenate the values of each dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for value in values:
         by_dtype.setdefault(value.dtype, []).append(value.reshape(-1))

@@ -55,7 +55,6 @@ class AxisGroup:
         return self._handle.group
 
     def messages(self, tag: int = 0) -> TaggedMessages:
-        """Return messages to single ranks under a tag."""
         return TaggedMessages(self._handle, self.seats, tag)
 
     def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -82,7 +81,6 @@ class MeshGroups:
         self._found: dict[tuple[str, ...], AxisGroup] = {}
 
     def over(self, axes: tuple[str, ...]) -> AxisGroup:
-        """Return the group along some axes."""
         if axes not in self._found:
             self._found[axes] = self._find(axes)
         return self._found[axes]

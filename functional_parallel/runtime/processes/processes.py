@@ -86,7 +86,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     # --- handles ---
 
     def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return this rank's shard of a full tensor."""
         part = shard_leaf(x, spec, self.mesh, self.rank)
         if part.is_meta:  # another rank holds it
             return part
@@ -98,7 +97,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return x.to(self.device)
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return a tensor without memory, with the global shape of a shard that `own` takes."""
         return hollow(x, whole_shape(x.shape, spec, self.mesh))
 
     def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
@@ -193,7 +191,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
 
     def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return this rank's shard, so that a derivative of it is a derivative of the full tensor."""
         if not _torch.has_functorch_level([x]):
             return self.shard(x, spec)
         with self.carrier.bound():
@@ -226,12 +223,10 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         )
 
     def agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
-        """Check that every rank runs a program on the same full tensors."""
         paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
         self.check_same(program.name, paths, tensors)
 
     def checksum(self, x: torch.Tensor) -> str:
-        """Return the checksum of a tensor for comparison with other ranks; empty if there is only one rank."""
         return "" if self.mesh.size == 1 else checksum(x)
 
     def check_sums(

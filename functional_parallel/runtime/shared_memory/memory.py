@@ -185,7 +185,6 @@ class SharedMemory:
                 self._read_signals(self._rank_of[descriptor])
 
     def refuse(self, rank: int, mark: int) -> None:
-        """Raise the error for a rank that makes a different call."""
         self.doing.refuse(mark, self._called({rank}))
 
     def _called(self, ranks: set[int]) -> str:

@@ -136,7 +136,6 @@ class _Chunk:
         return self._buffers[rank][begin : begin + stride]
 
     def own(self, index: int) -> Tensor:
-        """Return this rank's own piece, in its original memory."""
         return self.of(self._likes[index])
 
     def write(self) -> None:

@@ -78,7 +78,6 @@ class Watch:
             self._news.wait_for(lambda: CURRENT.gone or CURRENT.left or CURRENT.lost or self._is_over, seconds)
 
     def missing(self, seconds: float) -> str:
-        """Return a sentence about the ranks that have not arrived after this time."""
         return missing_text(self.absent, self.size, seconds, self._name)
 
     def leave(self, error: str = "") -> None:
@@ -303,12 +302,10 @@ def _position(on: NamedWait) -> dict[str, Any]:
 
 
 def report_missing(text: str) -> None:
-    """Write on stderr which ranks have not arrived."""
     print(f"functional_parallel: {text}", file=sys.stderr, flush=True)
 
 
 def missing_text(missing: list[int], size: int, seconds: float, name: Name) -> str:
-    """Return a sentence about ranks that have not arrived."""
     told = ", ".join(map(name, missing[:16])) + (", …" if len(missing) > 16 else "")
     return f"{len(missing)} of {size} ranks did not arrive in {seconds:.0f} s: {told}"
 
