@@ -1,15 +1,7 @@
 """Runtimes of programs: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
 from .calls import note_step, rank_name
-from .default import (
-    default_runtime,
-    is_main_rank,
-    rank,
-    refuse_asynchronous,
-    runtime_of,
-    use_runtime,
-    world_size,
-)
+from .default import default_runtime, is_main_rank, rank, refuse_asynchronous, runtime_of, use_runtime, world_size
 from .execution import Origin, check_backend
 from .handles import PipelineValue, copy_if_aliased, runtime_kind_of, storages
 from .interface import Executor, Runtime

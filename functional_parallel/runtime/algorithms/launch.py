@@ -18,13 +18,14 @@ from ..buffers import (
     DirectOutputs,
     FlatOutputs,
     LazyBucket,
+    Operand,
     SlicedBucket,
     cat_or_view,
     to_tensor,
 )
 from ..calls import CollectiveSteps
 from .algorithm_group import AlgorithmGroup
-from .table import Algorithm, Operand
+from .table import Algorithm
 
 __all__ = ["StartedCollective", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "resolved", "unpack_bucket"]
 

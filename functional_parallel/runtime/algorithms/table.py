@@ -8,17 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..buffers import DirectOutputs, LazyBucket
+from ..buffers import DirectOutputs, LazyBucket, Operand
 from ..calls import CollectiveSteps
 from ..shared_memory import SharedMemory, shared
 from . import direct, ring, two_level
 from .algorithm_group import AlgorithmGroup, TaggedMessages
 
-__all__ = ["ALGORITHMS", "Algorithm", "Operand"]
+__all__ = ["ALGORITHMS", "Algorithm"]
 
 Dtype = torch.dtype | None
 # The first of two types is that of every algorithm, the other that of one that packs.
-Operand = Tensor | LazyBucket
 Chunks = Sequence[Tensor] | LazyBucket
 GatherOutput = Sequence[Tensor] | DirectOutputs
 Result = Tensor | Sequence[Tensor]

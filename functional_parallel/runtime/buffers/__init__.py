@@ -1,7 +1,7 @@
 """Tensors in one buffer: packed into the send buffer, unpacked into their destinations, summed in rank order."""
 
 from .joined import as_bytes, cat_or_view, flat_if_adjacent, from_bytes, ordered_sum
-from .packed import ConcatReader, LazyBucket, to_tensor
+from .packed import ConcatReader, LazyBucket, Operand, to_tensor
 from .unpacked import BucketLayout, BucketOutput, DirectOutputs, FlatOutputs, SlicedBucket
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "DirectOutputs",
     "FlatOutputs",
     "LazyBucket",
+    "Operand",
     "SlicedBucket",
     "as_bytes",
     "cat_or_view",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ops import packed, run_of
 
-__all__ = ["ConcatReader", "LazyBucket", "to_tensor"]
+__all__ = ["ConcatReader", "LazyBucket", "Operand", "to_tensor"]
 
 
 class ConcatReader:
@@ -94,12 +94,15 @@ class LazyBucket:
         return packed(tensors, self.parts, self._dims)
 
 
+Operand = Tensor | LazyBucket  # of a collective
+
+
 def _runs_of(tensors: deque[Tensor], parts: int, dims: Sequence[int]) -> Iterator[Tensor]:
     """Yield each tensor's chunks of all runs. A yielded tensor is no longer referenced here."""
     for dim in dims:
         yield run_of(tensors.popleft(), parts, dim)
 
 
-def to_tensor(x: Tensor | LazyBucket) -> Tensor:
+def to_tensor(x: Operand) -> Tensor:
     """Return `x` as a tensor. A bucket is packed."""
     return x.whole() if isinstance(x, LazyBucket) else x

@@ -45,7 +45,7 @@ class RunningCollective:
     def __init__(self, steps: CollectiveSteps) -> None:
         self._steps: CollectiveSteps | None = steps
         self._awaited: Sequence[Waitable] = ()
-        self._go_on()
+        self.step()
 
     def wait(self) -> None:
         """Run all steps. A second call has no effect."""
@@ -54,12 +54,9 @@ class RunningCollective:
 
     def step(self) -> None:
         """Wait for the messages in flight and run to the next wait."""
+        assert self._steps is not None
         for message in self._awaited:
             message.wait()
-        self._go_on()
-
-    def _go_on(self) -> None:
-        assert self._steps is not None
         try:
             self._awaited = next(self._steps)
         except StopIteration:
@@ -96,12 +93,9 @@ class PendingCollective:
         CURRENT.waits += 1
         try:
             return act()
-        except (CallMismatchError, RuntimeError, ValueError) as error:
-            raise self._failure(error) from error
+        except CallMismatchError as error:
+            raise CallMismatchError(f"{self._on.where}: {error}" if self._on.where else str(error)) from error
+        except (RuntimeError, ValueError) as error:
+            raise self._on.failure(time.monotonic() - self._began, error) from error
         finally:
             CURRENT.on = before
-
-    def _failure(self, error: Exception) -> Exception:
-        if isinstance(error, CallMismatchError):
-            return CallMismatchError(f"{self._on.where}: {error}" if self._on.where else str(error))
-        return self._on.failure(time.monotonic() - self._began, error)

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from sharding_specs import Mesh
 
 from ...errors import CallMismatchError, CollectiveError
-from ..buffers import LazyBucket
+from ..buffers import Operand
 from .call_log import CallLog
 from .waiting import CURRENT
 
@@ -121,7 +119,7 @@ class CollectiveWait(NamedWait):
     __slots__ = ("_axes", "_dtype", "_operation", "_shape")
 
     def __init__(
-        self, mesh: Mesh, rank: int, ranks: Sequence[int], operation: str, x: Tensor | LazyBucket, axes: tuple[str, ...]
+        self, mesh: Mesh, rank: int, ranks: Sequence[int], operation: str, x: Operand, axes: tuple[str, ...]
     ) -> None:
         super().__init__(mesh, rank, ranks)
         self._operation, self._axes, self._shape, self._dtype = operation, axes, x.shape, x.dtype
@@ -144,4 +142,4 @@ class GroupWaits:
         return self.names[rank] if self.names else f"rank {rank} of the group"
 
 
-WaitFor = Callable[[str, Tensor | LazyBucket, tuple[str, ...]], CollectiveWait]
+WaitFor = Callable[[str, Operand, tuple[str, ...]], CollectiveWait]

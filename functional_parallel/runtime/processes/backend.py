@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..buffers import as_bytes, cat_or_view, from_bytes
 from ..calls import CallLog, PendingCollective, Waitable, WaitFor
-from .groups import MeshGroups
+from .groups import Axes, MeshGroups
 
 __all__ = ["TorchCollectives"]
 
@@ -31,7 +31,7 @@ class TorchCollectives:
         self,
         operation: str,
         x: Tensor,
-        axes: tuple[str, ...],
+        axes: Axes,
         how: dist.ReduceOp.RedOpType,
         overwrite: bool,
         finish: Callable[[Tensor], Any],
@@ -43,7 +43,7 @@ class TorchCollectives:
             operation, x, axes, lambda: dist.all_reduce(result, how, handle, async_op=True), lambda: finish(result)
         )
 
-    def reduce_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> PendingCollective:
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int, dtype: torch.dtype) -> PendingCollective:
         members = self._groups.over(axes)
         chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
         result = torch.empty_like(chunks[0])
@@ -56,7 +56,7 @@ class TorchCollectives:
         )
 
     def all_gather(
-        self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Result]
+        self, operation: str, x: Tensor, axes: Axes, finish: Callable[[list[Tensor]], Result]
     ) -> PendingCollective:
         """Gather all ranks' values and pass them to `finish`, in the order of the axes."""
         members = self._groups.over(axes)
@@ -82,7 +82,7 @@ class TorchCollectives:
         operation: str,
         x: Tensor,
         chunks: Sequence[Tensor],
-        axes: tuple[str, ...],
+        axes: Axes,
         finish: Callable[[list[Tensor]], Result],
         expected: Sequence[Sequence[int]] | None = None,
     ) -> PendingCollective:
@@ -112,7 +112,7 @@ class TorchCollectives:
             end,
         )
 
-    def broadcast(self, operation: str, x: Tensor, axes: tuple[str, ...], source: int) -> PendingCollective:
+    def broadcast(self, operation: str, x: Tensor, axes: Axes, source: int) -> PendingCollective:
         """Send the value of the rank at index `source` to every rank."""
         members = self._groups.over(axes)
         buffer = as_bytes(x).clone()
@@ -125,12 +125,7 @@ class TorchCollectives:
         )
 
     def _started(
-        self,
-        operation: str,
-        x: Tensor,
-        axes: tuple[str, ...],
-        start: Callable[[], Waitable | None],
-        finish: Callable[[], Any],
+        self, operation: str, x: Tensor, axes: Axes, start: Callable[[], Waitable | None], finish: Callable[[], Any]
     ) -> PendingCollective:
         """Start a collective of the backend, and announce it to ranks that wait for this one in shared memory."""
         self._doing.announce()

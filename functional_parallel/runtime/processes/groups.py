@@ -22,9 +22,10 @@ from ..algorithms import ROLL_CALL, AlgorithmGroup, CallCheck, RankGroup, Tagged
 from ..calls import CallLog, GroupWaits, ProcessGroupRef, rank_name
 from ..watch import recorded
 
-__all__ = ["AxisGroup", "MeshGroups"]
+__all__ = ["Axes", "AxisGroup", "MeshGroups"]
 
 _MOST_AXES_TOGETHER = 3
+Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,14 @@ class MeshGroups:
     def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: CallLog) -> None:
         self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
         self._groups = _make_groups(mesh, rank, timeout)
-        self._found: dict[tuple[str, ...], AxisGroup] = {}
+        self._found: dict[Axes, AxisGroup] = {}
 
-    def over(self, axes: tuple[str, ...]) -> AxisGroup:
+    def over(self, axes: Axes) -> AxisGroup:
         if axes not in self._found:
             self._found[axes] = self._find(axes)
         return self._found[axes]
 
-    def _find(self, axes: tuple[str, ...]) -> AxisGroup:
+    def _find(self, axes: Axes) -> AxisGroup:
         ranks = next(tuple(ranks) for ranks in self._mesh.groups(axes) if self._rank in ranks)
         members = frozenset(ranks)
         if ranks == (self._rank,) and members not in self._groups:  # the other ranks take no part
