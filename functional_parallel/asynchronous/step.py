@@ -20,10 +20,9 @@ from ..ir import is_trained
 from ..runtime import ProcessRuntime, default_runtime, rank_name
 from .central import Central
 from .clock import Clock
-from .meeting import connected
 from .messages import Message, Node, Rules
 from .rotating import Rotating
-from .session import Session
+from .session import Session, connected
 from .simulated import dropped_rank, finished, stepped
 from .state import AsyncMetrics, AsyncState
 from .worker import Computation

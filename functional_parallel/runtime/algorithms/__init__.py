@@ -2,7 +2,6 @@
 
 from . import launch
 from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
-from .call_check import CallCheck
 from .selection import Selection, requested_algorithm, select
 from .table import ALGORITHMS, Algorithm
 
@@ -12,7 +11,6 @@ __all__ = [
     "ROLL_CALL",
     "Algorithm",
     "AlgorithmGroup",
-    "CallCheck",
     "RankGroup",
     "Selection",
     "TaggedMessages",

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from sharding_specs import Mesh
-
 from ...ir import Aval
 from ...schedules import Action, Receive, Send
 from ..algorithms import COMPLETED
@@ -94,16 +92,13 @@ class PointToPoint:
     def _post_each(self, values: Sequence[torch.Tensor], rank: int, name: Send | int) -> None:
         for value in values:
             buffer = as_bytes(value)
-            with self._wait_for(name).noted(kinds=_KINDS):  # for free space in shared memory
+            with _MessageWait(self.carrier, self.axis, name).noted(kinds=_KINDS):  # for free space in shared memory
                 work = self._messages.send(buffer, rank)
             if work is not COMPLETED:
                 self._sent.append((work, buffer, name))
 
-    def _wait_for(self, name: Send | Receive | int) -> _MessageWait:
-        return _MessageWait(self.carrier.mesh, self.carrier.rank, self.axis, name)
-
     def _wait(self, work: Waitable, name: Send | Receive | int, began: float) -> None:
-        with self._wait_for(name).noted(began, kinds=_KINDS):
+        with _MessageWait(self.carrier, self.axis, name).noted(began, kinds=_KINDS):
             work.wait()
 
 
@@ -112,8 +107,8 @@ class _MessageWait(NamedWait):
 
     __slots__ = ("_name",)
 
-    def __init__(self, mesh: Mesh, rank: int, axis: str, name: Send | Receive | int) -> None:
-        other = name if isinstance(name, int) else name.rank
+    def __init__(self, carrier: ProcessCommunicator, axis: str, name: Send | Receive | int) -> None:
+        mesh, rank, other = carrier.mesh, carrier.rank, name if isinstance(name, int) else name.rank
         super().__init__(mesh, rank, [mesh.rank({**mesh.coordinates(rank), axis: other})])
         self._name = name
 

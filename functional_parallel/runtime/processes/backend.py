@@ -45,7 +45,7 @@ class TorchCollectives:
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int, dtype: torch.dtype) -> PendingCollective:
         members = self._groups.over(axes)
-        chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
+        chunks = torch.stack(members.by_seat(x.detach().chunk(members.size, dim)))
         result = torch.empty_like(chunks[0])
         return self._started(
             "psum_scatter",
@@ -61,8 +61,8 @@ class TorchCollectives:
         """Gather all ranks' values and pass them to `finish`, in the order of the axes."""
         members = self._groups.over(axes)
         mine = as_bytes(x)
-        buffer = mine.new_empty(len(members.ranks) * mine.numel())
-        parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks))
+        buffer = mine.new_empty(members.size * mine.numel())
+        parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * members.size)
 
         def start() -> Waitable | None:
             work: dist.Work | None

@@ -135,7 +135,7 @@ class ProcessCommunicator:
         def finish(parts: list[Tensor]) -> Tensor:
             return reference.psum(parts, accumulated)[0]
 
-        chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
+        chunks = x.chunk(self._groups.over(axes).size, dim)
         return self._backend.all_to_all("psum_scatter", x, chunks, axes, finish)
 
     def _start_all_gather(
@@ -153,7 +153,7 @@ class ProcessCommunicator:
         if chosen := self._chosen("all_to_all", x, axes):
             started = launch.all_to_all(*chosen, x, split_dim, concat_dim)
             return self._start_steps(operation, x, axes, chosen, started)
-        chunks = launch.resolved(x).chunk(len(self._groups.over(axes).ranks), split_dim)
+        chunks = launch.resolved(x).chunk(self._groups.over(axes).size, split_dim)
         return self._backend.all_to_all(operation, x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim))
 
     # --- with the library's algorithms ---
@@ -184,7 +184,7 @@ class ProcessCommunicator:
         me = self.axis_index(axes)
         targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         sources = {target: source for source, target in targets.items()}
-        ranks = range(len(self._groups.over(axes).ranks))
+        ranks = range(self._groups.over(axes).size)
         to_send = [x if targets.get(me) == rank else x.new_empty(0) for rank in ranks]
         expected = [x.shape if sources.get(me) == rank else (0,) for rank in ranks]
 
@@ -206,7 +206,7 @@ class ProcessCommunicator:
 
         A backend's own maximum of NaN and a number may be either, depending on the order of the ranks.
         """
-        count = len(self._groups.over(axes).ranks)
+        count = self._groups.over(axes).size
         if count * x.nbytes <= GATHERED:
             gathered = self._start_all_gather(x.unsqueeze(0), axes, 0, operation=operation).wait()
             return among(gathered.unbind())[0]
@@ -225,7 +225,7 @@ class ProcessCommunicator:
         return self._backend.broadcast("broadcast", held, axes, owner).tensor()
 
     def scatter(self, x: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
-        chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
+        chunks = x.chunk(self._groups.over(axes).size, dim)
         nothing = self._room((0,), x.dtype, axes)
         to_send = chunks if self.axis_index(axes) == owner else [nothing] * len(chunks)
         expected = [chunk.shape if rank == owner else (0,) for rank, chunk in enumerate(chunks)]
@@ -240,7 +240,7 @@ class ProcessCommunicator:
 
     def _collected(self, operation: str, x: Tensor, axes: Axes, owner: int) -> list[Tensor]:
         """Return the values of all ranks, on the owner, and tensors without memory on the others."""
-        ranks, is_owner = len(self._groups.over(axes).ranks), self.axis_index(axes) == owner
+        ranks, is_owner = self._groups.over(axes).size, self.axis_index(axes) == owner
         to_send = [x if rank == owner else x.new_empty(0) for rank in range(ranks)]
         expected = [x.shape if is_owner else (0,)] * ranks
 
@@ -285,7 +285,7 @@ class ProcessCommunicator:
     def _selection(self, axes: Axes) -> dict[str, Selection] | None:
         """Return the algorithms of a group, or None if the backend runs all its collectives."""
         members = self._groups.over(axes)
-        if self.algorithm == "backend" or members.backend != "gloo" or len(members.ranks) == 1:
+        if self.algorithm == "backend" or members.backend != "gloo" or members.size == 1:
             return None
         if members not in self._selected:
             what = f"the first collective over {axes}, in which its ranks find each other,"

@@ -23,7 +23,7 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -71,9 +71,6 @@ class _Half:
         self.used = self.given = self.read = 0
         self.left = False
         self.running.clear()
-
-    def has_room(self, size: int, whole: int) -> bool:
-        return self.used + size <= whole and self.given < _MOST_IN_A_HALF
 
     def leave(self, number: int) -> None:
         self.left, self.left_as = True, number
@@ -127,33 +124,31 @@ class SharedMemory:
 
     def signal(self, number: int) -> None:
         """Signal a number to all other ranks. A rank that has ended is noticed when it is next waited for."""
-        self._send_all(_SIGNAL.pack(number, self.doing.mark))
+        self._send(self._peers, number, self.doing.mark)
 
     def _signal_read(self, number: int) -> None:
         """Signal to all others that this rank has read a half. The signal may arrive there during another call."""
-        self._send_all(_SIGNAL.pack(number, _WHENEVER))
+        self._send(self._peers, number, _WHENEVER)
 
     def announce(self) -> None:
         """Announce to all others that this rank waits for them elsewhere."""
         if self._notices < _MOST_NOTICES:
             self._notices += 1
-            self._send_all(_SIGNAL.pack(0, self.doing.mark))
+            self._send(self._peers, 0, self.doing.mark)
 
     def tell(self, rank: int, note: int) -> None:
         """Send a positive number to the channels of one rank."""
-        self._send(rank, _SIGNAL.pack(-note, self.doing.mark))
+        self._send((rank,), -note, self.doing.mark)
 
-    def _send_all(self, message: bytes) -> None:
-        for rank in self._peers:
-            self._send(rank, message)
-
-    def _send(self, rank: int, message: bytes) -> None:
-        try:
-            self._peers[rank].sendall(message)
-        except ConnectionError:
-            return
-        except TimeoutError as error:
-            raise RuntimeError(f"{self._called({rank})} reads no signals") from error
+    def _send(self, ranks: Iterable[int], number: int, mark: int) -> None:
+        message = _SIGNAL.pack(number, mark)
+        for rank in ranks:
+            try:
+                self._peers[rank].sendall(message)
+            except ConnectionError:
+                continue
+            except TimeoutError as error:
+                raise RuntimeError(f"{self._called({rank})} reads no signals") from error
 
     def all_gave(self, number: int) -> Waitable:
         """Return a handle that waits until every other rank has signalled this number."""
@@ -224,9 +219,9 @@ class SharedMemory:
         assert size <= HALF, size
         size = aligned(size)
         self._grow(max(size, min(SMALL_HALF, HALF)))
-        if not self._halves[0].has_room(size, self._grown):
-            self._turn()
         half = self._halves[0]
+        if half.used + size > self._grown or half.given == _MOST_IN_A_HALF:
+            half = self._turn()
         begin = half.begin + half.used
         half.used += size
         half.given += 1
@@ -241,7 +236,8 @@ class SharedMemory:
                     piece.populate(begin + self._grown, begin + size)
             self._grown = size
 
-    def _turn(self) -> None:
+    def _turn(self) -> _Half:
+        """Continue in the other half, once it is free."""
         old, new = self._halves
         old.leave(self.next_number())
         for running, slot in new.running:
@@ -251,6 +247,7 @@ class SharedMemory:
             self.wait_for(new.left_as)
         new.enter()
         self._halves = [new, old]
+        return new
 
 
 def _close_in_child() -> None:  # else it would hold the connections, and its parent's death would not be noticed
