@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -28,13 +28,14 @@ Value = TypeVar("Value")
 class Runtime(ABC, Generic[Handle, Runnable]):
     """Base class of runtimes."""
 
+    base: Runtime[Any, Any] | None = None  # the runtime that this one wraps; it compares with other processes
     mesh: Mesh
     holders: str  # the kind of ranks that hold values, for messages
 
     @property
     def calls(self) -> int:
         """Number of calls that this rank has made with the others."""
-        return 0
+        return 0 if self.base is None else self.base.calls
 
     # --- values ---
 
@@ -64,7 +65,7 @@ class Runtime(ABC, Generic[Handle, Runnable]):
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """Return a tensor of the global shape of the value that `own` takes."""
-        return x
+        return x if self.base is None else self.base.like_own(x, spec)
 
     # --- programs ---
 
@@ -96,20 +97,24 @@ class Runtime(ABC, Generic[Handle, Runnable]):
 
     def checksum(self, x: torch.Tensor) -> str:
         """Return the checksum of a tensor for comparison with other ranks; empty if nothing is compared."""
-        return ""
+        return "" if self.base is None else self.base.checksum(x)
 
     def check_sums(
         self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
     ) -> None:
         """Check that every rank has the same tensors, by their checksums."""
+        if self.base is not None:
+            self.base.check_sums(name, paths, sums, parts)
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
         """Check that every rank does the same, and return the largest `number` of all."""
-        return number
+        return number if self.base is None else self.base.agree(doing, otherwise, number)
 
     def exchange(self, value: Value, purpose: str) -> list[Value]:
         """Return the values of all processes."""
-        return [value]
+        return [value] if self.base is None else self.base.exchange(value, purpose)
 
     def agree_on(self, program: Runnable) -> None:
         """Check, before the first run of a program, that all ranks have the same program."""
+        if self.base is not None:
+            self.base.agree_on(program)

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..calls import CollectiveSteps, GroupWaits, ProcessGroupRef, RunningCollective, Waitable
 from ..shared_memory import LARGEST, Channels, connect, host_identity
 
-__all__ = ["COMPLETED", "ROLL_CALL", "AlgorithmGroup", "RankGroup", "TaggedMessages"]
+__all__ = ["COMPLETED", "ROLL_CALL", "AlgorithmGroup", "Dtype", "RankGroup", "TaggedMessages"]
 
 T = TypeVar("T")
+Dtype = torch.dtype | None  # in which sums are accumulated, if it is not that of the operands
 
 _TAG_BITS = 31
 _COUNT_BITS = 12  # a group never has 2 ** 12 collectives in flight at the same time

@@ -24,7 +24,7 @@ from ..buffers import (
     to_tensor,
 )
 from ..calls import CollectiveSteps
-from .algorithm_group import AlgorithmGroup
+from .algorithm_group import AlgorithmGroup, Dtype
 from .table import Algorithm
 
 __all__ = ["StartedCollective", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "resolved", "unpack_bucket"]
@@ -37,7 +37,7 @@ def all_reduce(
     team: AlgorithmGroup,
     x: Operand,
     overwrite: bool,
-    accumulated: torch.dtype | None,
+    accumulated: Dtype,
     layout: BucketLayout | None = None,
 ) -> StartedCollective:
     """Sum over the ranks, into the operand's memory if `overwrite`. A layout requests slices of the sum.
@@ -59,7 +59,7 @@ def all_reduce(
 
 
 def reduce_scatter(
-    algorithm: Algorithm, team: AlgorithmGroup, x: Operand, dim: int, accumulated: torch.dtype | None
+    algorithm: Algorithm, team: AlgorithmGroup, x: Operand, dim: int, accumulated: Dtype
 ) -> StartedCollective:
     """Sum over the ranks and return this rank's chunk along a dim."""
     operand = _as_it_lies(algorithm, x)

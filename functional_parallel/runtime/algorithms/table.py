@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..buffers import DirectOutputs, LazyBucket, Operand
 from ..calls import CollectiveSteps
 from ..shared_memory import SharedMemory, shared
 from . import direct, ring, two_level
-from .algorithm_group import AlgorithmGroup, TaggedMessages
+from .algorithm_group import AlgorithmGroup, Dtype, TaggedMessages
 
 __all__ = ["ALGORITHMS", "Algorithm"]
 
-Dtype = torch.dtype | None
 # The first of two types is that of every algorithm, the other that of one that packs.
 Chunks = Sequence[Tensor] | LazyBucket
 GatherOutput = Sequence[Tensor] | DirectOutputs

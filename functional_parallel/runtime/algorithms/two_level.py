@@ -15,7 +15,7 @@ from torch import Tensor
 from ..calls import CollectiveSteps
 from ..shared_memory import shared
 from . import direct, ring
-from .algorithm_group import AlgorithmGroup, TaggedMessages
+from .algorithm_group import AlgorithmGroup, Dtype, TaggedMessages
 
 __all__ = ["gather", "reduce", "refuses"]
 
@@ -31,11 +31,7 @@ def refuses(team: AlgorithmGroup) -> str | None:
 
 
 def reduce(
-    team: AlgorithmGroup,
-    messages: TaggedMessages,
-    chunks: Sequence[Tensor],
-    result: Tensor,
-    accumulated: torch.dtype | None,
+    team: AlgorithmGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: Dtype
 ) -> CollectiveSteps:
     """Compute chunk i of the sum on rank i."""
     dtype = accumulated or result.dtype

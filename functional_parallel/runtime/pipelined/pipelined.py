@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,11 +34,11 @@ from .point_to_point import PointToPoint
 
 __all__ = ["PipelineRuntime"]
 
-Value = TypeVar("Value")
-
 
 class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     """Runs pipelines over one axis of the mesh of `base`. With `alone`, this process runs all ranks of the axis."""
+
+    base: Any
 
     def __init__(self, base: Any, axis: str, *, alone: bool = False) -> None:
         self.base, self.axis = base, axis
@@ -66,10 +66,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     def own(self, x: torch.Tensor, spec: P) -> PipelineValue:
         return self._everywhere(self.base.own(x, spec))
 
-    @property
-    def calls(self) -> int:
-        return int(self.base.calls)
-
     def whole(self, placed: PipelineValue, spec: P, whose: str = "") -> torch.Tensor:
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
             held = next(iter(placed.parts.values()))
@@ -96,27 +92,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
 
     def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
         return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
-
-    def checksum(self, x: torch.Tensor) -> str:
-        return str(self.base.checksum(x))
-
-    def check_sums(
-        self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
-    ) -> None:
-        self.base.check_sums(name, paths, sums, parts)
-
-    def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
-        return int(self.base.agree(doing, otherwise, number))
-
-    def exchange(self, value: Value, purpose: str) -> list[Value]:
-        return list(self.base.exchange(value, purpose))
-
-    def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        result: torch.Tensor = self.base.like_own(x, spec)
-        return result
-
-    def agree_on(self, program: PipelineProgram) -> None:
-        self.base.agree_on(program)
 
     def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> PipelineValue:
         """Return the handle of a full tensor on the ranks of the pipeline that read it."""

@@ -6,6 +6,7 @@ Collectives that do not add send raw bytes, so that every backend supports every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -63,19 +64,15 @@ class TorchCollectives:
         mine = as_bytes(x)
         buffer = mine.new_empty(members.size * mine.numel())
         parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * members.size)
-
-        def start() -> Waitable | None:
-            work: dist.Work | None
-            if self._groups.over(axes).backend == "nccl":
-                work = dist.all_gather_into_tensor(buffer, mine, members.handle, async_op=True)
-            else:
-                work = dist.all_gather(parts, mine, members.handle, async_op=True)
-            return work
-
-        def end() -> Result:
-            return finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
-
-        return self._started(operation, x, axes, start, end)
+        is_nccl = members.backend == "nccl"
+        gather = partial(dist.all_gather_into_tensor, buffer) if is_nccl else partial(dist.all_gather, parts)
+        return self._started(
+            operation,
+            x,
+            axes,
+            lambda: gather(mine, members.handle, async_op=True),
+            lambda: finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)]),
+        )
 
     def all_to_all(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 from ..calls import CURRENT, Lost, NamedWait
 from .board import Board, after_leaving
 from .connections import shut_down
-from .lines import Closed, Line
+from .lines import Line
 
 __all__ = ["Name", "Watch", "missing_text", "report_missing"]
 
@@ -155,7 +155,7 @@ class Watch:
         self._strangers.remove(line)
         try:
             hello, *others = line.read() or [{}]
-        except Closed:
+        except ConnectionError:
             hello, others = {}, []
         rank = hello.get("hello")
         if hello.get("secret") != self._secret or not isinstance(rank, int) or rank in self._lines:
@@ -183,7 +183,7 @@ class Watch:
     def _read_rank(self, rank: int, line: Line) -> None:
         try:
             self._hear(rank, line.read())
-        except Closed:
+        except ConnectionError:
             del self._lines[rank]
             line.close()
             if not self._board.has_left(rank):
@@ -216,7 +216,7 @@ class Watch:
     def _read_hub(self, hub: Line) -> None:
         try:
             messages = hub.read()
-        except Closed:
+        except ConnectionError:
             hub.close()
             self._hub = None
             self._is_over = True
