@@ -70,5 +70,4 @@ def gather(team: AlgorithmGroup, messages: TaggedMessages, parts: Sequence[Tenso
 
 def _unbundled(bundle: Tensor, likes: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
     lengths = [likes[rank].numel() for rank in ranks]
-    result: Sequence[Tensor] = bundle[: sum(lengths)].split(lengths)
-    return result
+    return list(bundle[: sum(lengths)].split(lengths))

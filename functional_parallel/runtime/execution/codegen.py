@@ -109,10 +109,7 @@ class Writer:
     def _last_uses(self, order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         """Return, per node, the values that no later node uses."""
         kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
-        last: dict[fx.Node, fx.Node] = {}
-        for node in order:
-            for operand in operands_of(node):
-                last[operand] = node
+        last = {operand: node for node in order for operand in operands_of(node)}
         drops: dict[fx.Node, list[fx.Node]] = {}
         for value, node in last.items():
             if value not in kept:

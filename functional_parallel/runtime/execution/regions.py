@@ -190,11 +190,7 @@ def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
         if later:
             change[index + 1] += 1
             change[max(later) + 1] -= 1
-    counts, total = [], 0
-    for each in change[:-1]:
-        total += each
-        counts.append(total)
-    return counts
+    return list(itertools.accumulate(change[:-1]))
 
 
 # --- The graph with regions ---

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from sharding_specs import Mesh
 
 from ...collectives import GATHERED, are_bound, bind, reference
 from ..algorithms import Algorithm, AlgorithmGroup, Selection, TaggedMessages, launch, requested_algorithm, select
@@ -23,9 +25,6 @@ from ..buffers import BucketLayout, BucketOutput, Operand, cat_or_view, to_tenso
 from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name
 from .backend import TorchCollectives
 from .groups import Axes, AxisGroup, MeshGroups
-
-if TYPE_CHECKING:
-    from sharding_specs import Mesh
 
 __all__ = ["ProcessCommunicator", "require_as_many"]
 

@@ -271,10 +271,8 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def _differ(self, sums: list[str], spec: P) -> bool:
         """Whether ranks that hold the same shard have different checksums. All ranks hold a replicated tensor."""
         axes = [axis for axis in self.mesh.axis_names if axis in spec.axes]
-        held: dict[tuple[int, ...], set[str]] = {}
-        for rank, one in enumerate(sums):
-            held.setdefault(tuple(self.mesh.coordinates(rank)[axis] for axis in axes), set()).add(one)
-        return any(len(ones) > 1 for ones in held.values())
+        held: dict[int, str] = {}
+        return any(held.setdefault(self.mesh.axis_index(rank, axes), one) != one for rank, one in enumerate(sums))
 
 
 def _initialise(timeout: float, mesh: Mesh) -> None:
