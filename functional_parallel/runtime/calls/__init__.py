@@ -1,11 +1,10 @@
 """Collectives in flight: the current call of each rank, its waits, and the errors that report them."""
 
 from .call_guard import CallGuard
-from .call_log import READS, CallLog, is_ahead
+from .call_log import READS, CallLog, GroupWaits, is_ahead
 from .handle import ProcessGroupRef
 from .running import CollectiveSteps, PendingCollective, RunningCollective, Waitable
-from .waiting import CURRENT, Lost, brief, note_step
-from .waits import CollectiveWait, GroupWaits, NamedWait, WaitFor, rank_name, rank_names
+from .waits import CURRENT, CollectiveWait, Lost, NamedWait, WaitFor, brief, note_step, rank_name, rank_names
 
 __all__ = [
     "CURRENT",

@@ -20,8 +20,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from ...errors import CallMismatchError
-from .waiting import CURRENT
-from .waits import NamedWait
+from .waits import CURRENT, NamedWait
 
 __all__ = ["CollectiveSteps", "PendingCollective", "RunningCollective", "Waitable"]
 

@@ -9,20 +9,28 @@ both continue.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from torch import Tensor
 
 from ...collectives import ALIGNMENT, LARGEST, ROOM, aligned
-
-if TYPE_CHECKING:
-    from .memory import SharedMemory
+from ..calls import CallLog
 
 __all__ = ["LARGEST", "ROOM", "Channels"]
 
 _MOST_UNDER_WAY = 32  # the signals in flight must fit a socket's buffer
 _TAKEN = 1
+
+
+class Signals(Protocol):
+    """Signals between ranks, and the wait for them."""
+
+    doing: CallLog
+
+    def refuse(self, rank: int, mark: int) -> None: ...
+    def tell(self, rank: int, note: int) -> None: ...
+    def wait_until(self, missing: Callable[[], set[int]]) -> None: ...
 
 
 class _Outgoing:
@@ -52,7 +60,7 @@ class _Incoming:
 class _Expected:
     __slots__ = ("_rank", "_signals", "into", "mark", "other")
 
-    def __init__(self, into: Tensor, rank: int, signals: SharedMemory) -> None:
+    def __init__(self, into: Tensor, rank: int, signals: Signals) -> None:
         self.into, self._rank, self._signals, self.mark = into, rank, signals, signals.doing.mark
         self.other: int | None = None  # the sender's call id, once the message has arrived
 
@@ -70,7 +78,7 @@ class Channels:
     Signals are sent by `signals`, and those of other ranks are passed to `told`.
     """
 
-    def __init__(self, signals: SharedMemory, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+    def __init__(self, signals: Signals, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         self._signals = signals
         self._outgoing = {rank: _Outgoing(memory) for rank, memory in outgoing.items()}
         self._incoming = {rank: _Incoming(memory) for rank, memory in incoming.items()}
