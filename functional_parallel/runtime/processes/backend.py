@@ -28,20 +28,12 @@ class TorchCollectives:
     def __init__(self, groups: MeshGroups, doing: CallLog, wait: WaitFor) -> None:
         self._groups, self._doing, self._wait_for = groups, doing, wait
 
-    def all_reduce(
-        self,
-        operation: str,
-        x: Tensor,
-        axes: Axes,
-        how: dist.ReduceOp.RedOpType,
-        overwrite: bool,
-        finish: Callable[[Tensor], Any],
-    ) -> PendingCollective:
+    def all_reduce(self, x: Tensor, axes: Axes, overwrite: bool, finish: Callable[[Tensor], Any]) -> PendingCollective:
         in_place = overwrite and x.is_contiguous()
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
         handle = self._groups.over(axes).handle
         return self._started(
-            operation, x, axes, lambda: dist.all_reduce(result, how, handle, async_op=True), lambda: finish(result)
+            "psum", x, axes, lambda: dist.all_reduce(result, group=handle, async_op=True), lambda: finish(result)
         )
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int, dtype: torch.dtype) -> PendingCollective:

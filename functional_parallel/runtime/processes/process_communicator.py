@@ -119,7 +119,7 @@ class ProcessCommunicator:
         widened = x.to(accumulated or dtype)
         if self._reduces_itself(widened, axes):
             own = overwrite or widened is not x
-            return self._backend.all_reduce("psum", widened, axes, dist.ReduceOp.SUM, own, finish)
+            return self._backend.all_reduce(widened, axes, own, finish)
         return self._backend.all_gather("psum", x, axes, lambda parts: finish(reference.psum(parts, accumulated)[0]))
 
     def _start_psum_scatter(self, x: Operand, axes: Axes, dim: int) -> PendingCollective:
