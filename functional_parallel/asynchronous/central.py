@@ -47,6 +47,6 @@ class Central(Node):
         return node, replies if node.working else node._final()
 
     def _final(self) -> list[Message]:
-        numbers = {"version": self.version, "ended": self.ended}
+        numbers = {"version": self.version, "ended": list(self.ended.items())}
         ranks = [rank for rank, how in sorted(self.ended.items()) if how == "left"]
         return [Message("final", self.rank, rank, self.params, numbers) for rank in ranks]

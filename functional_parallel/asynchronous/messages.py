@@ -75,5 +75,10 @@ class Node(ABC):
         return self.version, self.params
 
     def reply(self, target: int, staleness: int | None, dropped: int = 0) -> Message:
-        numbers = {"version": self.version, "staleness": staleness, "ended": self.ended, "dropped": dropped}
+        numbers = {
+            "version": self.version,
+            "staleness": staleness,
+            "ended": list(self.ended.items()),
+            "dropped": dropped,
+        }
         return Message("reply", self.rank, target, self.params, numbers)

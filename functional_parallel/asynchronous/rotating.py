@@ -35,7 +35,6 @@ class Rotating(Node):
 
     @property
     def holder(self) -> int:
-        """The rank whose turn it is."""
         return self.turn % self.rules.ranks
 
     def handle(self, message: Message) -> tuple[Rotating, list[Message]]:
@@ -141,4 +140,4 @@ class Rotating(Node):
             return []
         _, best = min((-version, rank) for rank, (version, _) in self.left.items())
         version, params = self.left[best]
-        return [Message("final", self.rank, self.rank, params, {"version": version, "ended": self.ended})]
+        return [Message("final", self.rank, self.rank, params, {"version": version, "ended": list(self.ended.items())})]

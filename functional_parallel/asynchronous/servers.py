@@ -12,7 +12,7 @@ from ..optim import Optimizer
 from ..quantities import is_positive_int
 from ..training import require_arguments
 from .clock import Clock
-from .step import AsyncStep, Method, require_staleness
+from .step import AsyncStep, Method
 from .worker import Computation
 
 __all__ = ["parameter_server", "rotating_server"]
@@ -80,7 +80,7 @@ def parameter_server(
         TypeError, ValueError: for arguments that do not go together.
     """
     name = "fp.asynchronous.parameter_server"
-    require_staleness(name, staleness)
+    _require_staleness(name, staleness)
     if isinstance(server, bool) or server not in range(mesh.size):
         raise ValueError(f"{name}(server={server!r}): it is a rank of {mesh!r}, from 0 to {mesh.size - 1}")
     if not is_positive_int(inner) or (inner > 1 and outer is None):
@@ -136,7 +136,7 @@ def rotating_server(
         TypeError, ValueError: for arguments that do not go together.
     """
     name, bound = "fp.asynchronous.rotating_server", mesh.size if staleness is None else staleness
-    require_staleness(name, bound, mesh.size)
+    _require_staleness(name, bound, mesh.size)
     computation = Computation(_planned(name, loss, optimizer, mesh, plan, reduce), optimizer, None, 1, reduce == "sum")
     chosen = f"staleness={bound}, reduce={reduce!r}"
     return AsyncStep(computation, mesh, Method(f"{name}({chosen})", int(bound), None), clock or Clock())
@@ -155,3 +155,10 @@ def _planned(
             "without a mesh axis, such as fp.remat(), or train synchronously with fp.train_step"
         )
     return planned
+
+
+def _require_staleness(name: str, staleness: Any, least: int = 0) -> None:
+    is_zero = staleness == 0 and not isinstance(staleness, bool)
+    if not is_zero and (not is_positive_int(staleness) or staleness < least):
+        more = f"0, or at least {least}, the number of ranks" if least else "an integer of at least 0"
+        raise ValueError(f"{name}(staleness={staleness!r}): the bound is a number of updates, {more}")

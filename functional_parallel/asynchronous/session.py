@@ -6,8 +6,11 @@ closes is the death of its rank.
 
 from __future__ import annotations
 
+import ctypes
+import hmac
 import json
 import queue
+import secrets
 import selectors
 import socket
 import struct
@@ -15,20 +18,26 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import optree
+import torch
+
 from ..errors import CollectiveError
 from ..functions import PyTree
-from ..runtime import keep_alive
-from .encoding import decoded, encoded
+from ..runtime import host_identity, keep_alive, own_addresses
 from .messages import TO_CLIENT, Message, Node
 
-__all__ = ["Session"]
+__all__ = ["Session", "connected"]
 
 _FRAME = struct.Struct("!QQ")  # bytes of the header, and of the tensors
 _READ = 1 << 20
+_SECONDS = 60.0  # to connect
+_SECRET = 32  # characters
+_ALIGNED = 16  # bytes, as the widest dtype
+_PADDING = memoryview(bytes(_ALIGNED))
 
 
 class _Peer:
@@ -47,7 +56,6 @@ class _Peer:
         self.out.extend((part, kept) for part in (memoryview(sizes), memoryview(header), *parts))
 
     def write(self) -> None:
-        """Send what the connection takes now."""
         with suppress(BlockingIOError):
             while self.out:
                 part, kept = self.out[0]
@@ -58,7 +66,6 @@ class _Peer:
                 self.out.popleft()
 
     def read(self) -> list[tuple[bytes, bytearray]]:
-        """Return the messages that have arrived."""
         with suppress(BlockingIOError):
             data = self.link.recv(_READ)
             if not data:
@@ -102,7 +109,6 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """Time since the start."""
         return time.monotonic() - self._begun
 
     def exchange(self, message: Message) -> Message:
@@ -115,7 +121,6 @@ class Session:
                 if isinstance(found, BaseException):
                     self._replies.put(found)  # for later calls
                     raise found
-                self.ended.update(found.numbers["ended"])
                 return found
             if time.monotonic() - began > self._timeout:
                 other = "the other ranks" if self._server in (None, self.rank) else self._name(self._server)
@@ -211,18 +216,99 @@ class Session:
         if peer is None:
             return  # it died; the node was told
         parts, described, kept = encoded(message.tree)
-        numbers = dict(message.numbers)
-        if "ended" in numbers:
-            numbers["ended"] = list(numbers["ended"].items())
-        header = {"kind": message.kind, "source": message.source, "numbers": numbers, "tensors": described}
+        header = {"kind": message.kind, "source": message.source, "numbers": message.numbers, "tensors": described}
         peer.send(json.dumps(header).encode(), parts, kept)
         with suppress(OSError):  # reading reports it
             peer.write()
 
     def _decoded(self, rank: int, header: bytes, body: bytearray) -> Message:
         found = json.loads(header)
-        numbers = found["numbers"]
-        if "ended" in numbers:
-            numbers["ended"] = dict(numbers["ended"])
         tree = decoded(found["tensors"], body, self._templates.get(found["kind"]))
-        return Message(found["kind"], found["source"], self.rank, tree, numbers)
+        return Message(found["kind"], found["source"], self.rank, tree, found["numbers"])
+
+
+# --- Connections between processes, directly, and not through the process group ---
+
+
+def connected(
+    rank: int, linked: Callable[[int], Collection[int]], exchange: Callable[[Any, str], list[Any]]
+) -> dict[int, socket.socket]:
+    """Return a connection to each rank in `linked(rank)`. All ranks call this: `exchange` is a collective over them."""
+    both: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+    with socket.create_server(("", 0), backlog=4096, **both) as listener:
+        listener.settimeout(_SECONDS)
+        mine = (own_addresses(), listener.getsockname()[1], host_identity(), secrets.token_hex(_SECRET // 2))
+        known = exchange(mine, "to connect for asynchronous training")
+        links = {other: _reached(rank, other, known) for other in linked(rank) if other < rank}
+        missing = {other for other in linked(rank) if other > rank}
+        while missing:
+            try:
+                link, _ = listener.accept()
+                other = _greeted(link, known[rank][3])
+            except OSError as error:
+                raise CollectiveError(f"rank {rank}: ranks {sorted(missing)} did not connect: {error}") from error
+            if other in missing:
+                links[other] = link
+                missing.discard(other)
+        return links
+
+
+def _reached(rank: int, other: int, known: list[Any]) -> socket.socket:
+    addresses, port, host, secret = known[other]
+    here = ["127.0.0.1"] if host == known[rank][2] else []
+    for address in [*here, *addresses]:
+        with suppress(OSError):
+            link = socket.create_connection((address, port), timeout=_SECONDS / 4)
+            link.sendall(f"{secret}{rank:08d}".encode())
+            return link
+    raise CollectiveError(f"rank {rank} cannot connect to rank {other} at {', '.join(addresses)}, port {port}")
+
+
+def _greeted(link: socket.socket, secret: str) -> int:
+    """Return the rank at the other end; -1 for a stranger."""
+    link.settimeout(_SECONDS / 4)
+    hello = b""
+    while len(hello) < _SECRET + 8 and (data := link.recv(_SECRET + 8 - len(hello))):
+        hello += data
+    if len(hello) < _SECRET + 8 or not hmac.compare_digest(hello[:_SECRET], secret.encode()):
+        link.close()
+        return -1
+    return int(hello[_SECRET:])
+
+
+# --- Trees of tensors as bytes. Both ends know the structure of the tree, so only tensors are sent ---
+
+
+def encoded(tree: PyTree) -> tuple[list[memoryview], list[Any] | None, Any]:
+    """Return the bytes of the tensors, their dtypes and shapes, and what has to live until they are sent."""
+    if tree is None:
+        return [], None, None
+    tensors = [leaf.detach().cpu().contiguous() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    parts = []
+    for x in tensors:
+        size = x.numel() * x.element_size()
+        if size:
+            parts.append(memoryview((ctypes.c_char * size).from_address(x.data_ptr())).cast("B"))
+            parts.append(_PADDING[: -size % _ALIGNED])
+    return parts, [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors], tensors
+
+
+def decoded(described: Sequence[Any] | None, body: bytearray, template: PyTree) -> PyTree:
+    """Return a tree like the template with the tensors of a message, on the template's devices."""
+    if described is None:
+        return None
+    leaves, tree = optree.tree_flatten(template)
+    given, offset = iter(described), 0
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        name, shape = next(given)
+        dtype = getattr(torch, name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size:
+            x = torch.frombuffer(body, dtype=dtype, count=size // dtype.itemsize, offset=offset).reshape(shape)
+        else:
+            x = torch.empty(shape, dtype=dtype)
+        leaves[index] = x.to(leaf.device)
+        offset += size + -size % _ALIGNED
+    return optree.tree_unflatten(tree, leaves)

@@ -17,19 +17,17 @@ from .. import _torch
 from ..errors import DonatedStateError, NonFiniteError
 from ..functions import PyTree
 from ..ir import is_trained
-from ..quantities import is_positive_int
 from ..runtime import ProcessRuntime, default_runtime, rank_name
 from .central import Central
 from .clock import Clock
-from .meeting import connected
 from .messages import Message, Node, Rules
 from .rotating import Rotating
-from .session import Session
+from .session import Session, connected
 from .simulated import dropped_rank, finished, stepped
 from .state import AsyncMetrics, AsyncState
 from .worker import Computation
 
-__all__ = ["AsyncStep", "Method", "require_staleness"]
+__all__ = ["AsyncStep", "Method"]
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,11 @@ class Method:
         return rank if self.server is None else self.server
 
     def linked(self, ranks: int, rank: int) -> set[int]:
-        """Return the ranks that a rank exchanges messages with."""
         if self.server is None or self.server == rank:
             return set(range(ranks)) - {rank}
         return {self.server}
 
     def nodes(self, rules: Rules, params: PyTree, optimizer: PyTree) -> Mapping[int, Node]:
-        """Return the first nodes, by rank."""
         everyone = range(rules.ranks)
         if self.server is None:
             return {rank: Rotating(rules, rank, params, optimizer, frozenset(everyone)) for rank in everyone}
@@ -219,11 +215,3 @@ class AsyncStep:
                 f"{self.method.name}: other ranks have gone on from this state, of step {state.step}: use the state "
                 "that the last step returned"
             )
-
-
-def require_staleness(name: str, staleness: Any, least: int = 0) -> None:
-    """Check a bound on staleness: 0, or an integer of at least `least`."""
-    is_zero = staleness == 0 and not isinstance(staleness, bool)
-    if not is_zero and (not is_positive_int(staleness) or staleness < least):
-        more = f"0, or at least {least}, the number of ranks" if least else "an integer of at least 0"
-        raise ValueError(f"{name}(staleness={staleness!r}): the bound is a number of updates, {more}")

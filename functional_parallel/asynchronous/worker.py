@@ -51,11 +51,8 @@ class Computation:
         self.gradient = compiled(grad_and_value(local), _ALONE, name="gradient")
         self.optimizer, self.outer, self.inner, self.adds = optimizer, outer, inner, adds
         self.step = _update(optimizer)
+        self.servers = optimizer if outer is None else outer
         self.update = self.step if outer is None else _update(outer)
-
-    @property
-    def servers(self) -> Optimizer:
-        return self.optimizer if self.outer is None else self.outer
 
     def begin(self, params: PyTree) -> Work:
         return Work(params, 0, params, None if self.outer is None else self.optimizer.init(params))

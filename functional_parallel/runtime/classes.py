@@ -33,7 +33,6 @@ class RankClasses:
         self._jobs: dict[tuple[tuple[str, ...], AxisSet, AxisSet], Jobs] = {}
 
     def of_spec(self, spec: P) -> AxisSet:
-        """Return the axes along which a value with this spec varies."""
         return self.all_axes & (spec.axes | spec.unreduced) if self.deduplicate else self.all_axes
 
     def representatives(self, axes: AxisSet) -> list[int]:
@@ -46,13 +45,7 @@ class RankClasses:
         return self._representatives[axes]
 
     def index(self, rank: int, axes: AxisSet) -> int:
-        """Return the index of a rank's class over `axes`."""
-        coordinates = self.mesh.coordinates(rank)
-        number = 0
-        for name in self.mesh.axis_names:
-            if name in axes:
-                number = number * self.mesh.axis_size(name) + coordinates[name]
-        return number
+        return self.mesh.axis_index(rank, [name for name in self.mesh.axis_names if name in axes])
 
     def picks(self, wanted: AxisSet, held: AxisSet) -> list[int]:
         """Return, for each class over `wanted`, the index of its ranks' class over `held`."""

@@ -1,10 +1,11 @@
-"""Default runtime of a mesh: real processes under a launcher, simulated ranks without one."""
+"""Default runtime of a mesh, real processes under a launcher or else simulated ranks, and runtime of a function."""
 
 from __future__ import annotations
 
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -12,14 +13,26 @@ import torch.distributed as dist
 from sharding_specs import Mesh
 
 from .. import _torch
-from ..errors import CollectiveError
+from ..errors import CollectiveError, PipelineError
+from ..functions import LocalFunction, PyTree, layout_of
+from ..pipelines import pipeline_of
 from .interface import Runtime
 from .launchers import launch_of_environment, seeming_launch
 from .mpi import MPI_BACKENDS, chosen_backend
+from .pipelined import PipelineRuntime
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
-__all__ = ["default_runtime", "forget_runtimes", "is_main_rank", "rank", "use_runtime", "world_size"]
+__all__ = [
+    "default_runtime",
+    "forget_runtimes",
+    "is_main_rank",
+    "rank",
+    "refuse_asynchronous",
+    "runtime_of",
+    "use_runtime",
+    "world_size",
+]
 
 # A runtime, and the process group of all ranks when it was created, as returned by `_world`.
 _chosen: dict[Mesh, tuple[Runtime[Any, Any], weakref.ref[dist.ProcessGroup] | None]] = {}
@@ -46,6 +59,23 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
         runtime = ProcessRuntime(mesh, reduction=reduction) if _has_processes() else _simulated(mesh)
     _made[mesh, reduction] = (runtime, _world())
     return runtime
+
+
+def runtime_of(mesh: Mesh, f: Callable[..., PyTree], reduction: str = "fast") -> Runtime[Any, Any]:
+    """Return the runtime of a function's programs: the runtime of the mesh, wrapped by that of the pipeline if any."""
+    base = default_runtime(mesh, reduction)
+    plan = pipeline_of(layout_of(f))
+    return base if plan is None else PipelineRuntime(base, plan.axis)
+
+
+def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
+    """Reject a pipeline that updates weights between microbatches, because it supports only training steps."""
+    plan = pipeline_of(f.layout)
+    if plan is not None and plan.on(mesh).versions is not None:
+        raise PipelineError(
+            f"{plan.on(mesh).name} updates weights while microbatches are under way: train with it by fp.train_step; "
+            "for a gradient, or to evaluate, take a synchronous schedule, such as '1f1b'"
+        )
 
 
 def use_runtime(runtime: Runtime[Any, Any]) -> None:

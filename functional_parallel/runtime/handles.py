@@ -50,10 +50,8 @@ def copy_if_aliased(handle: PyTree, taken: set[int]) -> PyTree:
     Ranks of a pipeline that share a value continue to share it.
     """
     if isinstance(handle, PipelineValue):
-        made = {
-            id(part): copy_if_aliased(part, taken)
-            for part in {id(part): part for part in handle.parts.values()}.values()
-        }
+        parts = {id(part): part for part in handle.parts.values()}
+        made = {number: copy_if_aliased(part, taken) for number, part in parts.items()}
         return replace(handle, parts={rank: made[id(part)] for rank, part in handle.parts.items()})
     if isinstance(handle, list):
         return [copy_if_aliased(part, taken) for part in handle]

@@ -1,26 +1,25 @@
-"""Interfaces of a runtime, of the executor of a pipeline rank, and of a communicator.
+"""Interfaces of a runtime and of the executor of a pipeline rank.
 
 A runtime runs the programs of a mesh. `Runtime` is the base class. Its defaults are those of a single process that has
-all ranks, so nothing is compared. `Communicator` is defined with the collectives, which bind it to axes, and `Executor`
-with the pipelines, which drive it.
+all ranks, so nothing is compared. `Executor` is defined with the pipelines, which drive it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from sharding_specs import Mesh, P
 
-from ..collectives import Communicator
+from .. import _torch
 from ..pipelines import Executor
 from .execution import Origin
 
-__all__ = ["Communicator", "Executor", "Runtime", "Where"]
+__all__ = ["Executor", "Runtime", "Where"]
 
 Handle = TypeVar("Handle")  # a sharded value, as the runtime holds it
 Runnable = TypeVar("Runnable")  # the kind of program that it runs
@@ -31,6 +30,7 @@ Where = tuple[tuple[str, tuple[int, ...]], ...]
 class Runtime(ABC, Generic[Handle, Runnable]):
     """Base class of runtimes."""
 
+    base: Runtime[Any, Any] | None = None  # the runtime that this one wraps; it compares with other processes
     mesh: Mesh
     algorithm: str = ""  # of sums, for comparison with another run
     holders: str  # the kind of ranks that hold values, for messages
@@ -38,21 +38,21 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     @property
     def calls(self) -> int:
         """Number of calls that this rank has made with the others."""
-        return 0
+        return 0 if self.base is None else self.base.calls
 
     @property
     def own_ranks(self) -> Sequence[int]:
         """Ranks of the mesh in this process."""
-        return self.mesh.ranks
+        return self.mesh.ranks if self.base is None else self.base.own_ranks
 
     @property
     def store(self) -> dist.Store | None:
         """Store that all processes reach; None if there is none."""
-        return None
+        return None if self.base is None else self.base.store
 
     def missing(self) -> str:
         """Return text on a process that died; empty if none did."""
-        return ""
+        return "" if self.base is None else self.base.missing()
 
     # --- values ---
 
@@ -97,7 +97,7 @@ class Runtime(ABC, Generic[Handle, Runnable]):
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """Return a tensor of the global shape of the value that `own` takes."""
-        return x
+        return x if self.base is None else self.base.like_own(x, spec)
 
     # --- programs ---
 
@@ -120,24 +120,33 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
     ) -> None:
-        """Check that every rank was given the same full tensors, or the same shards."""
+        """Check that every rank was given the same full tensors. Inside a transform, nothing is compared.
+
+        With `parts`, the specs of the tensors, ranks were given their own shards. Ranks with the same shard must agree.
+        """
+        if not _torch.has_functorch_level(tensors):
+            self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
 
     def checksum(self, x: torch.Tensor) -> str:
         """Return the checksum of a tensor for comparison with other ranks; empty if nothing is compared."""
-        return ""
+        return "" if self.base is None else self.base.checksum(x)
 
     def check_sums(
         self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
     ) -> None:
         """Check that every rank has the same tensors, by their checksums."""
+        if self.base is not None:
+            self.base.check_sums(name, paths, sums, parts)
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
         """Check that every rank does the same, and return the largest `number` of all."""
-        return number
+        return number if self.base is None else self.base.agree(doing, otherwise, number)
 
     def exchange(self, value: Value, purpose: str) -> list[Value]:
         """Return the values of all processes."""
-        return [value]
+        return [value] if self.base is None else self.base.exchange(value, purpose)
 
     def agree_on(self, program: Runnable) -> None:
         """Check, before the first run of a program, that all ranks have the same program."""
+        if self.base is not None:
+            self.base.agree_on(program)

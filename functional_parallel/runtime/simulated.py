@@ -64,8 +64,7 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
         return [shard(self.mesh.rank({**self.mesh.coordinates(rank), **spec.owner})) for rank in ranks]
 
     def like(self, handle: SimulatedValue, spec: P) -> torch.Tensor:
-        result: torch.Tensor = hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))
-        return result
+        return hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))
 
     def declared(self, handle: SimulatedValue, made: P, spec: P) -> SimulatedValue:
         """Convert a value from one tensor per class of `made` to one per class of `spec`."""
@@ -114,7 +113,7 @@ class _Lockstep:
         self.record = Recorded(program.traced, self._ranks) if record else None
         if program.backend == "inductor" and not differentiable and not record:
             self.traced = with_regions(program).traced
-        self.writer = Writer(self.traced, self.line, differentiable)
+        self.writer = Writer(self.traced, self.line, differentiable, record=self.record)
         for node, spec in zip(self.traced.inputs, program.in_specs, strict=True):
             self.axes[node] = classes.of_spec(spec)
         for node in self.traced.graph.nodes:
@@ -136,10 +135,6 @@ class _Lockstep:
         return lambda inputs: [[x[i] for i in pick] for x, pick in zip(run(inputs), picks, strict=True)]
 
     def line(self, node: fx.Node, writer: Writer) -> str:
-        text = self._line(node, writer)
-        return text if self.record is None else self.record.line(node, writer, text)
-
-    def _line(self, node: fx.Node, writer: Writer) -> str:
         name = primitive_name(node)
         if name == "axis_index":
             axes = tuple(node.args[0])

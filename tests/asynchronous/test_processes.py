@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.asynchronous.encoding import decoded, encoded
+from functional_parallel.asynchronous.session import decoded, encoded
 from sharding_specs import Mesh
 
 from ..processes import run_on_processes

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from functional_parallel.errors import CallMismatchError
-from functional_parallel.runtime.algorithms import COMPLETED, AlgorithmGroup, GroupWaits, algorithm_group
-from functional_parallel.runtime.calls import CallLog
+from functional_parallel.runtime.algorithms import COMPLETED, AlgorithmGroup, algorithm_group
+from functional_parallel.runtime.calls import CallLog, GroupWaits
 from functional_parallel.runtime.shared_memory import channels
 from functional_parallel.runtime.shared_memory.channels import Channels
 from tests.processes import run_on_processes

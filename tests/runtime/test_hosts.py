@@ -13,7 +13,8 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
-from functional_parallel.runtime.algorithms import GroupWaits, algorithm_group
+from functional_parallel.runtime.algorithms import algorithm_group
+from functional_parallel.runtime.calls import CallLog, GroupWaits
 from functional_parallel.runtime.shared_memory import rendezvous as connect
 from sharding_specs import Mesh
 from tests.processes import outcome, run_on_processes
@@ -85,7 +86,7 @@ def test_a_rank_on_another_host_that_reads_parameters(algorithm: str) -> None:
 
 def messages_of_different_calls(rank: int) -> list[float]:
     """Each sends in a call of its own what the other expects in another one, and both then go on in step."""
-    doing = algorithm_group.CallLog()
+    doing = CallLog()
     world, waits = torch.distributed.group.WORLD, GroupWaits(doing=doing)
     pair = algorithm_group.AlgorithmGroup(world, rank, [0, 1], waits, host=str(rank))
     received = []
@@ -107,7 +108,7 @@ def test_messages_of_another_call_are_not_taken() -> None:
 
 
 def test_a_short_mark_tells_calls_apart() -> None:
-    doing, seen = algorithm_group.CallLog(), set()
+    doing, seen = CallLog(), set()
     for step in range(200):
         doing.begin("runs train_step" if step % 2 else "reads")
         seen.add(doing.brief(19))

@@ -15,7 +15,7 @@ import torch
 import functional_parallel as fp
 from functional_parallel import _torch
 from functional_parallel.runtime import ProcessRuntime, use_runtime
-from functional_parallel.runtime.calls.waiting import Lost
+from functional_parallel.runtime.calls.waits import Lost
 from functional_parallel.runtime.watch.board import Board
 from sharding_specs import Mesh
 from tests.processes import outcome, run_on_processes

@@ -1,8 +1,7 @@
 """Algorithms for collectives of real processes, written over messages or shared memory, and their selection."""
 
 from . import launch
-from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, GroupWaits, RankGroup, TaggedMessages
-from .call_check import CallCheck
+from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
 from .selection import Selection, requested_algorithm, select
 from .table import ALGORITHMS, Algorithm
 
@@ -12,8 +11,6 @@ __all__ = [
     "ROLL_CALL",
     "Algorithm",
     "AlgorithmGroup",
-    "CallCheck",
-    "GroupWaits",
     "RankGroup",
     "Selection",
     "TaggedMessages",

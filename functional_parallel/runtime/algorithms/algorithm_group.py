@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..calls import CallLog, CollectiveSteps, ProcessGroupRef, RunningCollective, Waitable
+from ..calls import CollectiveSteps, GroupWaits, ProcessGroupRef, RunningCollective, Waitable
 from ..shared_memory import LARGEST, Channels, connect, host_identity
 
-__all__ = ["COMPLETED", "ROLL_CALL", "AlgorithmGroup", "GroupWaits", "RankGroup", "TaggedMessages"]
+__all__ = ["COMPLETED", "ROLL_CALL", "AlgorithmGroup", "Dtype", "RankGroup", "TaggedMessages"]
 
 T = TypeVar("T")
+Dtype = torch.dtype | None  # in which sums are accumulated, if it is not that of the operands
 
 _TAG_BITS = 31
 _COUNT_BITS = 12  # a group never has 2 ** 12 collectives in flight at the same time
@@ -32,18 +33,6 @@ class RankGroup:
     def others(self) -> list[int]:
         """Return all other ranks, starting with the next rank, so that not all ranks first send to the same rank."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-
-@dataclass(frozen=True)
-class GroupWaits:
-    """What a rank's waits for the others of its group need, if they are not torch's."""
-
-    timeout: float = 600.0  # seconds to wait for another rank
-    doing: CallLog = field(default_factory=CallLog)
-    names: Sequence[str] = ()
-
-    def name(self, rank: int) -> str:
-        return self.names[rank] if self.names else f"rank {rank} of the group"
 
 
 class AlgorithmGroup(RankGroup):
@@ -74,8 +63,7 @@ class AlgorithmGroup(RankGroup):
         self.hosts = list(by_name.values())  # per host, its ranks
         self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
         self.is_on_one_host = len(self.hosts) == 1
-        here = [waits.name(number) for number in self.on_my_host]
-        self.shared = connect(rank, self.on_my_host, self.exchange, waits.timeout, waits.doing, here)
+        self.shared = connect(rank, self.on_my_host, self.exchange, waits)
 
     def run(self, steps: CollectiveSteps) -> RunningCollective:
         return RunningCollective(steps) if self.shared is None else self.shared.run(steps)
@@ -100,7 +88,6 @@ class AlgorithmGroup(RankGroup):
         return COMPLETED
 
     def receive(self, into: Tensor, source: int) -> Waitable:
-        """Start to receive into contiguous bytes."""
         channels = self._channels(into, source)
         if channels is None:
             return self._tagged(_SINGLE).receive(into, source)
@@ -159,7 +146,6 @@ class TaggedMessages:
         return self._started(dist.isend, x, self._seats[to], "group_dst")
 
     def receive(self, into: Tensor, source: int) -> Waitable:
-        """Start to receive into a contiguous tensor."""
         return self._started(dist.irecv, into, self._seats[source], "group_src")
 
     def _started(self, operation: Callable[..., dist.Work | None], x: Tensor, seat: int, end: str) -> Waitable:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..buffers import ordered_sum
 from ..calls import CollectiveSteps
-from .algorithm_group import AlgorithmGroup, RankGroup, TaggedMessages
+from .algorithm_group import AlgorithmGroup, Dtype, RankGroup, TaggedMessages
 
 __all__ = ["all_to_all", "gather", "reduce"]
 
@@ -28,7 +28,7 @@ def all_to_all(team: AlgorithmGroup, chunks: Sequence[Tensor], parts: Sequence[T
 
 
 def reduce(
-    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
+    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: Dtype
 ) -> CollectiveSteps:
     """Compute chunk i of the sum on rank i."""
     parts = {other: torch.empty_like(result) for other in team.others()}

@@ -18,26 +18,26 @@ from ..buffers import (
     DirectOutputs,
     FlatOutputs,
     LazyBucket,
+    Operand,
     SlicedBucket,
     cat_or_view,
     to_tensor,
 )
 from ..calls import CollectiveSteps
-from .algorithm_group import AlgorithmGroup
+from .algorithm_group import AlgorithmGroup, Dtype
 from .table import Algorithm
 
 __all__ = ["StartedCollective", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "resolved", "unpack_bucket"]
 
 StartedCollective = tuple[CollectiveSteps, Callable[[], Tensor | BucketOutput]]
-CollectiveInput = Tensor | LazyBucket
 
 
 def all_reduce(
     algorithm: Algorithm,
     team: AlgorithmGroup,
-    x: CollectiveInput,
+    x: Operand,
     overwrite: bool,
-    accumulated: torch.dtype | None,
+    accumulated: Dtype,
     layout: BucketLayout | None = None,
 ) -> StartedCollective:
     """Sum over the ranks, into the operand's memory if `overwrite`. A layout requests slices of the sum.
@@ -59,7 +59,7 @@ def all_reduce(
 
 
 def reduce_scatter(
-    algorithm: Algorithm, team: AlgorithmGroup, x: CollectiveInput, dim: int, accumulated: torch.dtype | None
+    algorithm: Algorithm, team: AlgorithmGroup, x: Operand, dim: int, accumulated: Dtype
 ) -> StartedCollective:
     """Sum over the ranks and return this rank's chunk along a dim."""
     operand = _as_it_lies(algorithm, x)
@@ -72,7 +72,7 @@ def reduce_scatter(
 
 
 def all_gather(
-    algorithm: Algorithm, team: AlgorithmGroup, x: CollectiveInput, dim: int, layout: BucketLayout | None = None
+    algorithm: Algorithm, team: AlgorithmGroup, x: Operand, dim: int, layout: BucketLayout | None = None
 ) -> StartedCollective:
     """Concatenate all ranks' operands along a dim. With a layout, they are flat; return the tensors packed in them."""
     operand = _as_it_lies(algorithm, x)
@@ -110,5 +110,5 @@ def resolved(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg()
 
 
-def _as_it_lies(algorithm: Algorithm, x: CollectiveInput) -> CollectiveInput:
+def _as_it_lies(algorithm: Algorithm, x: Operand) -> Operand:
     return x if isinstance(x, LazyBucket) and algorithm.packs else resolved(to_tensor(x))

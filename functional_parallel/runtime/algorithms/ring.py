@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..calls import CollectiveSteps
-from .algorithm_group import RankGroup, TaggedMessages
+from .algorithm_group import Dtype, RankGroup, TaggedMessages
 
 __all__ = ["all_gather_steps", "reduce_scatter_steps"]
 
 
 def reduce_scatter_steps(
-    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
+    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: Dtype
 ) -> CollectiveSteps:
     """Compute chunk i of the sum on rank i. It starts at rank i + 1, and every rank on its path adds its operand."""
     after, before = _neighbours(team)

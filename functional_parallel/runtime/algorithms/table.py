@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ..buffers import DirectOutputs, LazyBucket
+from ..buffers import DirectOutputs, LazyBucket, Operand
 from ..calls import CollectiveSteps
 from ..shared_memory import SharedMemory, shared
 from . import direct, ring, two_level
-from .algorithm_group import AlgorithmGroup, TaggedMessages
+from .algorithm_group import AlgorithmGroup, Dtype, TaggedMessages
 
 __all__ = ["ALGORITHMS", "Algorithm"]
 
-Dtype = torch.dtype | None
 # The first of two types is that of every algorithm, the other that of one that packs.
-Operand = Tensor | LazyBucket
 Chunks = Sequence[Tensor] | LazyBucket
 GatherOutput = Sequence[Tensor] | DirectOutputs
 Result = Tensor | Sequence[Tensor]
@@ -54,7 +51,15 @@ Reduce = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor], Tensor, Dty
 Gather = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor]], CollectiveSteps]
 
 
-def _reduce_then_gather(reduce: Reduce, gather: Gather) -> AllReduce:
+def _of_messages(
+    name: str,
+    reduce: Reduce,
+    gather: Gather,
+    *,
+    is_ordered: bool = False,
+    refuses: Callable[[AlgorithmGroup], str | None] = lambda team: None,
+    all_to_all: AllToAllFn | None = None,
+) -> Algorithm:
     def all_reduce(team: AlgorithmGroup, x: Operand, result: Result, accumulated: Dtype) -> CollectiveSteps:
         assert isinstance(x, Tensor) and isinstance(result, Tensor)
         messages = team.messages()
@@ -63,41 +68,16 @@ def _reduce_then_gather(reduce: Reduce, gather: Gather) -> AllReduce:
         yield from reduce(team, messages, x.reshape(-1).tensor_split(team.size), parts[team.rank], accumulated)
         yield from gather(team, messages, parts)
 
-    return all_reduce
-
-
-def _reduce_only(reduce: Reduce) -> ReduceScatter:
     def reduce_scatter(team: AlgorithmGroup, chunks: Chunks, result: Tensor, accumulated: Dtype) -> CollectiveSteps:
         assert not isinstance(chunks, LazyBucket)
         return reduce(team, team.messages(), chunks, result, accumulated)
 
-    return reduce_scatter
-
-
-def _gather_only(gather: Gather) -> AllGatherFn:
     def all_gather(team: AlgorithmGroup, mine: Operand, parts: GatherOutput) -> CollectiveSteps:
         assert isinstance(mine, Tensor) and not isinstance(parts, DirectOutputs)
         parts[team.rank].copy_(mine)
         yield from gather(team, team.messages(), parts)
 
-    return all_gather
-
-
-def _anywhere(team: AlgorithmGroup) -> str | None:
-    return None
-
-
-def _of_messages(
-    name: str,
-    reduce: Reduce,
-    gather: Gather,
-    *,
-    is_ordered: bool = False,
-    refuses: Callable[[AlgorithmGroup], str | None] = _anywhere,
-    all_to_all: AllToAllFn | None = None,
-) -> Algorithm:
-    all_reduce = _reduce_then_gather(reduce, gather)
-    return Algorithm(name, is_ordered, refuses, all_reduce, _reduce_only(reduce), _gather_only(gather), all_to_all)
+    return Algorithm(name, is_ordered, refuses, all_reduce, reduce_scatter, all_gather, all_to_all)
 
 
 # --- Shared memory ---

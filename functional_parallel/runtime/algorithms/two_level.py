@@ -15,7 +15,7 @@ from torch import Tensor
 from ..calls import CollectiveSteps
 from ..shared_memory import shared
 from . import direct, ring
-from .algorithm_group import AlgorithmGroup, TaggedMessages
+from .algorithm_group import AlgorithmGroup, Dtype, TaggedMessages
 
 __all__ = ["gather", "reduce", "refuses"]
 
@@ -31,20 +31,18 @@ def refuses(team: AlgorithmGroup) -> str | None:
 
 
 def reduce(
-    team: AlgorithmGroup,
-    messages: TaggedMessages,
-    chunks: Sequence[Tensor],
-    result: Tensor,
-    accumulated: torch.dtype | None,
+    team: AlgorithmGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: Dtype
 ) -> CollectiveSteps:
     """Compute chunk i of the sum on rank i."""
     dtype = accumulated or result.dtype
-    bundles = _alike([torch.cat([chunks[rank].reshape(-1).to(dtype) for rank in ranks]) for ranks in team.places()])
-    local, mine = team.local, torch.empty_like(bundles[0])
+    bundles = [torch.cat([chunks[rank].reshape(-1).to(dtype) for rank in ranks]) for ranks in team.places()]
+    longest = max(bundle.numel() for bundle in bundles)
+    bundles = [torch.nn.functional.pad(bundle, (0, longest - bundle.numel())) for bundle in bundles]
+    mine = torch.empty_like(bundles[0])
     if team.shared is not None:
         yield from shared.reduce_scatter(team.shared, bundles, mine)
     else:
-        yield from direct.reduce(local, messages.among(team.on_my_host), bundles, mine, None)
+        yield from direct.reduce(team.local, messages.among(team.on_my_host), bundles, mine, None)
     total = torch.empty_like(result, dtype=dtype).view(-1)
     yield from ring.reduce_scatter_steps(
         team.across, messages.among(team.with_my_place), _unbundled(mine, chunks, team.with_my_place), total, None
@@ -70,13 +68,6 @@ def gather(team: AlgorithmGroup, messages: TaggedMessages, parts: Sequence[Tenso
             flat[rank].copy_(part)
 
 
-def _alike(bundles: Sequence[Tensor]) -> list[Tensor]:
-    """Pad all bundles to the length of the longest."""
-    longest = max(bundle.numel() for bundle in bundles)
-    return [torch.nn.functional.pad(bundle, (0, longest - bundle.numel())) for bundle in bundles]
-
-
 def _unbundled(bundle: Tensor, likes: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
     lengths = [likes[rank].numel() for rank in ranks]
-    result: Sequence[Tensor] = bundle[: sum(lengths)].split(lengths)
-    return result
+    return list(bundle[: sum(lengths)].split(lengths))

@@ -1,9 +1,8 @@
 """Tensors in one buffer: packed into the send buffer, unpacked into their destinations, summed in rank order."""
 
-from .packed import ConcatReader, LazyBucket, to_tensor
-from .sums import ordered_sum
+from .joined import as_bytes, cat_or_view, flat_if_adjacent, from_bytes, ordered_sum
+from .packed import ConcatReader, LazyBucket, Operand, to_tensor
 from .unpacked import BucketLayout, BucketOutput, DirectOutputs, FlatOutputs, SlicedBucket
-from .zero_copy import as_bytes, cat_or_view, flat_or_view, from_bytes
 
 __all__ = [
     "BucketLayout",
@@ -12,10 +11,11 @@ __all__ = [
     "DirectOutputs",
     "FlatOutputs",
     "LazyBucket",
+    "Operand",
     "SlicedBucket",
     "as_bytes",
     "cat_or_view",
-    "flat_or_view",
+    "flat_if_adjacent",
     "from_bytes",
     "ordered_sum",
     "to_tensor",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ops import packed, run_of
 
-__all__ = ["ConcatReader", "LazyBucket", "to_tensor"]
+__all__ = ["ConcatReader", "LazyBucket", "Operand", "to_tensor"]
 
 
 class ConcatReader:
@@ -89,10 +89,12 @@ class LazyBucket:
                 torch.cat(piece, out=run)
 
     def whole(self) -> Tensor:
-        """Pack the tensors into new memory and return it."""
         tensors, self.tensors = self.tensors, ()
         self._runs = ConcatReader(())
         return packed(tensors, self.parts, self._dims)
+
+
+Operand = Tensor | LazyBucket  # of a collective
 
 
 def _runs_of(tensors: deque[Tensor], parts: int, dims: Sequence[int]) -> Iterator[Tensor]:
@@ -101,6 +103,6 @@ def _runs_of(tensors: deque[Tensor], parts: int, dims: Sequence[int]) -> Iterato
         yield run_of(tensors.popleft(), parts, dim)
 
 
-def to_tensor(x: Tensor | LazyBucket) -> Tensor:
+def to_tensor(x: Operand) -> Tensor:
     """Return `x` as a tensor. A bucket is packed."""
     return x.whole() if isinstance(x, LazyBucket) else x

@@ -1,12 +1,10 @@
 """Collectives in flight: the current call of each rank, its waits, and the errors that report them."""
 
 from .call_guard import CallGuard
-from .call_log import READS, CallLog, is_ahead
+from .call_log import READS, CallLog, GroupWaits, is_ahead
 from .handle import ProcessGroupRef
-from .pending import PendingCollective
-from .running import CollectiveSteps, RunningCollective, Waitable
-from .waiting import CURRENT, Lost, Wait, brief, note_step, waiting
-from .waits import CollectiveWait, NamedWait, WaitFor, rank_name, rank_names
+from .running import CollectiveSteps, PendingCollective, RunningCollective, Waitable
+from .waits import CURRENT, CollectiveWait, Lost, NamedWait, WaitFor, brief, note_step, rank_name, rank_names
 
 __all__ = [
     "CURRENT",
@@ -15,12 +13,12 @@ __all__ = [
     "CallLog",
     "CollectiveSteps",
     "CollectiveWait",
+    "GroupWaits",
     "Lost",
     "NamedWait",
     "PendingCollective",
     "ProcessGroupRef",
     "RunningCollective",
-    "Wait",
     "WaitFor",
     "Waitable",
     "brief",
@@ -28,5 +26,4 @@ __all__ = [
     "note_step",
     "rank_name",
     "rank_names",
-    "waiting",
 ]

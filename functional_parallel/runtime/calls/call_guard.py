@@ -10,7 +10,7 @@ import os
 import threading
 
 from ...errors import CallMismatchError, CollectiveError, ReentrantCallError
-from .waiting import CURRENT
+from .waits import CURRENT
 
 __all__ = ["CallGuard"]
 

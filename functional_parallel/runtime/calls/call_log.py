@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import weakref
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...errors import CallMismatchError
-from .waiting import CURRENT
+from .waits import CURRENT
 
-__all__ = ["READS", "CallLog", "is_ahead"]
+__all__ = ["READS", "CallLog", "GroupWaits", "is_ahead"]
 
 READS = "reads a value that lies in parts"
 _COUNT_FROM, _KIND_FROM = 32, 12  # bits of a mark: from the top the call count, the kind of call, its values
@@ -78,6 +80,18 @@ class CallLog:
     def _name(self, mark: int) -> str:
         count, rest = divmod(mark, 1 << _COUNT_FROM)
         return f"{self._known.get(rest >> _KIND_FROM, 'does what this one never did')} (its call {count})"
+
+
+@dataclass(frozen=True)
+class GroupWaits:
+    """What a rank's waits for the others of its group need, if they are not torch's."""
+
+    timeout: float = 600.0  # seconds to wait for another rank
+    doing: CallLog = field(default_factory=CallLog)
+    names: Sequence[str] = ()
+
+    def name(self, rank: int) -> str:
+        return self.names[rank] if self.names else f"rank {rank} of the group"
 
 
 def is_ahead(other: int, own: int) -> bool:

@@ -1,28 +1,82 @@
-"""Waits of one rank for others: their descriptions in messages, and the error of a failed wait."""
+"""Waits of one rank for others: their descriptions in messages, and the error of a failed wait.
+
+`CURRENT` has the current call and wait of this process, which the watch thread reads, and the findings of the watch.
+Steps write a few attributes per call and per wait, without a lock. The watch reads them once a second.
+"""
 
 from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-from torch import Tensor
+from typing import NamedTuple
 
 from sharding_specs import Mesh
 
 from ...errors import CallMismatchError, CollectiveError
-from ..buffers import LazyBucket
-from .waiting import CURRENT, waiting
+from ..buffers import Operand
 
-__all__ = ["CollectiveWait", "NamedWait", "WaitFor", "rank_name", "rank_names"]
+__all__ = ["CURRENT", "CollectiveWait", "Lost", "NamedWait", "WaitFor", "brief", "note_step", "rank_name", "rank_names"]
 
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 _NUMBER = re.compile(r"rank <(\d+)>")  # in texts of the watch, which does not know the mesh
 _SECONDS_FOR_NEWS = 5.0
 _MOST_NAMES = 8
+_REMEMBERED = 64  # calls
 _TIMED_OUT = ("timed out", "timeout", "no signal from")
+
+
+class Lost(NamedTuple):
+    """The reason why no wait of this process can end."""
+
+    text: str  # empty if a rank died
+    out_of_step: bool = False  # whether ranks made different calls
+
+
+class Current:
+    """The state of this process."""
+
+    def __init__(self) -> None:
+        self.calls: deque[str] = deque(maxlen=_REMEMBERED)  # descriptions, the newest last
+        self.count = self.waits = 0  # calls, over all meshes, and waits so far
+        self.step: int | None = None
+        self.on: NamedWait | None = None  # the wait that this process is in
+        self.failed: dict[int, str] = {}  # by number of a call that ended by an error on this rank
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the findings about other ranks, for new process groups or in a forked process."""
+        self.gone: dict[int, str] = {}  # by rank that died, in order of death, a description of its end
+        self.left: dict[int, int] = {}  # by rank that ended normally, its number of calls
+        self.lost: Lost | None = None
+        self.learn: Callable[[float], None] = lambda seconds: None  # waits at most so long for news of the watch
+        self.wake: Callable[[], None] = lambda: None  # makes the watch check immediately
+
+    def begin(self, what: str) -> None:
+        self.count += 1
+        self.calls.append(what)
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the current call ended by an error on this rank."""
+        self.failed[self.count] = brief(error)
+        self.wake()
+
+
+def brief(error: BaseException) -> str:
+    """Return an error's kind and the first line of its text."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:2000]}" if lines else type(error).__name__
+
+
+CURRENT = Current()
+
+
+def note_step(step: int | None) -> None:
+    """Note that a training step begins. None means that it has ended. Messages name the step."""
+    CURRENT.step = step
 
 
 def rank_name(mesh: Mesh, rank: int) -> str:
@@ -60,17 +114,21 @@ class NamedWait:
         return rank_name(self.mesh, self.rank)
 
     def place(self) -> str:
-        """Return the activity and its source line."""
+        """Return the activity and its source line, to be read after "waits in"."""
         return f"{self.what} at {self.where}" if self.where else self.what
 
     @contextmanager
     def noted(self, began: float | None = None, advice: str = "", kinds: Errors = RuntimeError) -> Iterator[None]:
         """Note this wait, which may have begun earlier, for a `with` block. Errors of torch become its `failure`."""
         began = time.monotonic() if began is None else began
+        before, CURRENT.on = CURRENT.on, self
+        CURRENT.waits += 1
         try:
-            with waiting(self):
+            try:
                 yield
-        except CallMismatchError:
+            finally:
+                CURRENT.on = before
+        except (CallMismatchError, CollectiveError):
             raise
         except kinds as error:
             raise self.failure(time.monotonic() - began, error, advice) from error
@@ -115,7 +173,7 @@ class CollectiveWait(NamedWait):
     __slots__ = ("_axes", "_dtype", "_operation", "_shape")
 
     def __init__(
-        self, mesh: Mesh, rank: int, ranks: Sequence[int], operation: str, x: Tensor | LazyBucket, axes: tuple[str, ...]
+        self, mesh: Mesh, rank: int, ranks: Sequence[int], operation: str, x: Operand, axes: tuple[str, ...]
     ) -> None:
         super().__init__(mesh, rank, ranks)
         self._operation, self._axes, self._shape, self._dtype = operation, axes, x.shape, x.dtype
@@ -126,4 +184,4 @@ class CollectiveWait(NamedWait):
         return f"{self._operation} over {self._axes} of {dtype}{list(self._shape)}"
 
 
-WaitFor = Callable[[str, Tensor | LazyBucket, tuple[str, ...]], CollectiveWait]
+WaitFor = Callable[[str, Operand, tuple[str, ...]], CollectiveWait]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx
 
 from ... import _torch
 from ...ir import Traced, differentiable_form, info, operands_of, primitive_name
+from .origins import Recorded
 
 __all__ = ["Writer", "is_alias"]
 
@@ -28,7 +30,7 @@ class Writer:
     `line(node, writer)` returns the right-hand side for one op. It may add objects to `constants` and name them. An op
     that it also adds to `pending` returns a handle. The handle's `wait()` is called before the first use and returns
     the value. `order` is the order in which ops are written, by default the graph's. `readers` maps each op that writes
-    into its operands to the ops that must have read them before.
+    into its operands to the ops that must have read them before. `record` notes the result of each op.
     """
 
     traced: Traced
@@ -36,6 +38,7 @@ class Writer:
     differentiable: bool = False
     order: Sequence[fx.Node] | None = None
     readers: Mapping[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
+    record: Recorded | None = None
     pending: set[fx.Node] = field(default_factory=set)
     names: dict[fx.Node, str] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -53,6 +56,8 @@ class Writer:
             lines += self._waits([*operands_of(node), *self.readers.get(node, ())])
             alias = is_alias(node, self.differentiable)
             right = self.names[node.args[0]] if alias else self.line(node, self)
+            if self.record is not None and not alias:
+                right = f"{self.constant(partial(self.record.note, node))}({right})"
             stops = f"with {self.constant(torch.no_grad)}(): " if _stops(node, self.differentiable) else ""
             lines.append(f"{stops}{self._name(node)} = {right}")
             dead = [self.names[value] for value in drops.get(node, ()) if value.op != "get_attr"]
@@ -73,7 +78,6 @@ class Writer:
         return name
 
     def op(self, target: fx.node.Target) -> str:
-        """Return a name for the callable of an op."""
         if self.differentiable:
             return self.constant(differentiable_form(target) or _torch.under_transforms(target))
         return self.constant(_torch.direct_call(_torch.stride_free(target)))
@@ -90,7 +94,6 @@ class Writer:
         return self.constant(value)
 
     def call(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
-        """Return `op(args)` for an ordinary op."""
         parts = [self.argument(arg, node_text) for arg in node.args]
         parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
         return f"{self.op(node.target)}({', '.join(parts)})"
@@ -106,10 +109,7 @@ class Writer:
     def _last_uses(self, order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         """Return, per node, the values that no later node uses."""
         kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
-        last: dict[fx.Node, fx.Node] = {}
-        for node in order:
-            for operand in operands_of(node):
-                last[operand] = node
+        last = {operand: node for node in order for operand in operands_of(node)}
         drops: dict[fx.Node, list[fx.Node]] = {}
         for value, node in last.items():
             if value not in kept:

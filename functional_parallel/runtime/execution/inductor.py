@@ -51,11 +51,12 @@ class CompiledRegion:
             results = run(*operands)
         except Exception as error:
             raise BackendError(_advice(error, self.describe)) from error
-        return _copied(run) if _overlap(results, operands) else run
+        if not _overlap(results, operands):
+            return run
+        return lambda *operands: [x.clone() for x in run(*operands)]
 
 
 def region_of(key: str, make: Callable[[], CompiledRegion]) -> CompiledRegion:
-    """Return the region of this structure."""
     if (region := _regions.get(key)) is None:
         region = _regions[key] = make()
     return region
@@ -72,13 +73,6 @@ def _overlap(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) 
 def _extent(x: torch.Tensor) -> tuple[int, int, torch.device]:
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize, x.device
-
-
-def _copied(run: CompiledFn) -> CompiledFn:
-    def copied(*operands: torch.Tensor) -> list[torch.Tensor]:
-        return [x.clone() for x in run(*operands)]
-
-    return copied
 
 
 def _advice(error: Exception, describe: str) -> str:

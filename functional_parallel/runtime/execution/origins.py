@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -18,7 +17,6 @@ from torch import fx
 
 from ...functions import PyTree
 from ...ir import Traced, operands_of, source_of, walk_args
-from .codegen import Writer
 
 __all__ = ["Log", "Origin", "Recorded"]
 
@@ -43,14 +41,10 @@ class Origin:
 
 @dataclass
 class Log:
-    """The origins found in a step, in the order in which its programs ran."""
+    """The first origin found in a step, in the order in which its programs ran."""
 
-    origins: list[Origin] = field(default_factory=list)
+    first: Origin | None = None
     programs: int = 0  # that ran
-
-    @property
-    def first(self) -> Origin | None:
-        return self.origins[0] if self.origins else None
 
 
 class Recorded:
@@ -58,39 +52,32 @@ class Recorded:
 
     def __init__(self, traced: Traced, ranks: Callable[[fx.Node], Sequence[int]]) -> None:
         self.traced, self._ranks = traced, ranks
-        self._found: dict[fx.Node, _Counts] = {}
-
-    def line(self, node: fx.Node, writer: Writer, text: str) -> str:
-        """Return a line's right-hand side that also records its result."""
-        return f"{writer.constant(partial(self._record, node))}({text})"
+        self._found: dict[fx.Node, _Counts | None] = {}  # None if all values are finite
 
     def run(self, function: Callable[[list[Handle]], list[Handle]], handles: list[Handle], log: Log) -> list[Handle]:
-        """Run the function that was written with `line`, and log the op that computed a non-finite value."""
+        """Run the function that was written to record by `note`, and log the op that computed a non-finite value."""
         for node, handle in zip(self.traced.inputs, handles, strict=True):
-            self._record(node, handle)
+            self.note(node, handle)
         for node in self.traced.graph.nodes:
             if node.op == "get_attr":
-                self._record(node, self.traced.constants[str(node.target)])
+                self.note(node, self.traced.constants[str(node.target)])
         with torch.no_grad():
             results = function(handles)
         node = self._origin()
-        if node is not None:
+        if node is not None and log.first is None:
             found, source = self._found[node], source_of(node)
+            assert found is not None
             order = (log.programs, list(self.traced.graph.nodes).index(node))
             told = "" if source is None else f"{source}: `{source.text}`"
-            log.origins.append(Origin(str(node.target), told, str(found), found.rank, order))
+            log.first = Origin(str(node.target), told, str(found), found.rank, order)
         log.programs += 1
         return results
 
-    def _record(self, node: fx.Node, value: Handle) -> Handle:
+    def note(self, node: fx.Node, value: Handle) -> Handle:
         each = value if isinstance(value, list) else [value]
         ranks = self._ranks(node)
-        for index, one in enumerate(each):
-            nan, infinite, count = _counts(one)
-            if nan or infinite:
-                self._found[node] = _Counts(nan, infinite, count, ranks[index] if index < len(ranks) else ranks[0])
-                return value
-        self._found[node] = _FINITE
+        found = (_non_finite(x, ranks[index] if index < len(ranks) else ranks[0]) for index, x in enumerate(each))
+        self._found[node] = next(filter(None, found), None)
         return value
 
     def _origin(self) -> fx.Node | None:
@@ -116,10 +103,10 @@ class Recorded:
             if node.op == "output":
                 continue
             found, operands = self._found.get(node), operands_of(node)
-            if found is None:  # a cast or a transpose without a line; it has its operand's values
+            if node not in self._found:  # a cast or a transpose without a line; it has its operand's values
                 bad |= {node} & {node for operand in operands if operand in bad}
                 meant |= {node} & {node for operand in operands if operand in meant}
-            elif found.nan or found.infinite:
+            elif found is not None:
                 on_purpose = node.op == "get_attr" or _has_infinite_number(node) or bool(meant & set(operands))
                 (meant if on_purpose and not found.nan else bad).add(node)
         return bad
@@ -139,23 +126,20 @@ class _Counts:
         return f"{' and '.join(told)} of {self.of} values"
 
 
-_FINITE = _Counts(0, 0, 0, 0)
-
-
 def _has_infinite_number(node: fx.Node) -> bool:
     found: list[bool] = []
     walk_args((node.args, node.kwargs), lambda x: found.append(isinstance(x, float) and math.isinf(x)))
     return any(found)
 
 
-def _counts(value: PyTree) -> tuple[int, int, int]:
-    """Return the numbers of NaN values, infinite values, and all values."""
+def _non_finite(value: PyTree, rank: int) -> _Counts | None:
+    """Return the numbers of NaN values, infinite values, and all values; None if all are finite."""
     if isinstance(value, (tuple, list)):
-        return next((counts for counts in map(_counts, value) if counts[0] or counts[1]), (0, 0, 0))
+        return next(filter(None, (_non_finite(part, rank) for part in value)), None)
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()) or value.is_meta:
-        return (0, 0, 0)  # a value on the meta device is another rank's
+        return None  # a value on the meta device is another rank's
     finite = int(torch.isfinite(value).sum())
     if finite == value.numel():
-        return (0, 0, finite)
+        return None
     nan = int(torch.isnan(value).sum())
-    return (nan, value.numel() - finite - nan, value.numel())
+    return _Counts(nan, value.numel() - finite - nan, value.numel(), rank)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -190,11 +190,7 @@ def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
         if later:
             change[index + 1] += 1
             change[max(later) + 1] -= 1
-    counts, total = [], 0
-    for each in change[:-1]:
-        total += each
-        counts.append(total)
-    return counts
+    return list(itertools.accumulate(change[:-1]))
 
 
 # --- The graph with regions ---
@@ -226,13 +222,11 @@ class _RegionBuilder:
             [self.new[node] for node in self.old.captured_inputs],
         )
         traced.seal()
-        return RegionProgram(traced, self._readers(readers), self.calls)
-
-    def _readers(self, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:
-        return {
+        new_readers = {
             self.done_by[node]: list(dict.fromkeys(self.done_by[each] for each in found if each in self.done_by))
             for node, found in readers.items()
         }
+        return RegionProgram(traced, new_readers, self.calls)
 
     def _copy(self, node: fx.Node) -> None:
         copy = self.graph.node_copy(node, self.new.__getitem__)
@@ -282,7 +276,6 @@ class _RegionBuilder:
 
 
 def _needed(inside: Mapping[fx.Node, Any], results: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the ops that the results need."""
     needed, waiting = set(results), list(results)
     while waiting:
         fresh = [each for each in operands_of(waiting.pop()) if each in inside and each not in needed]
@@ -323,12 +316,7 @@ def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequen
             new[node] = new[node.args[0]]
         else:
             new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].target = _target(node)
+            new[node].target = unpacked if node.target is UNPACK else _torch.stride_free(node.target)
             forget_info(new[node])
     graph.output(tuple(new[node] for node in results))
     return CompiledRegion(graph, f"{len(ops)} ops from {source_of(ops[0])}")
-
-
-def _target(node: fx.Node) -> Callable[..., Any]:
-    """Return the function that a region calls for an op."""
-    return unpacked if node.target is UNPACK else _torch.stride_free(node.target)

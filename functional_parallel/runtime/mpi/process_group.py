@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from ..buffers import flat_if_adjacent
 from ..calls import CURRENT
 
 __all__ = ["create"]
@@ -71,7 +72,7 @@ class _MPIProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None
     ) -> _Work:
         (parts,), (x,) = outputs, inputs
-        gathered = _joined(parts)
+        gathered = flat_if_adjacent(parts)
         into = parts[0].new_empty(len(parts) * x.numel()) if gathered is None else gathered
 
         def finish() -> None:
@@ -152,12 +153,3 @@ def _by_rank(x: Tensor, counts: Sequence[int], size: int) -> list[Any]:
     """Return a buffer with its bytes per rank. No counts mean equal parts of the first dim."""
     row = x.nbytes // x.shape[0] if x.shape[0] else 0
     return [_bytes(x), [count * row for count in counts or [x.shape[0] // size] * size], MPI.BYTE]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensors as one, if they follow each other in memory."""
-    first = parts[0]
-    begins = [first.data_ptr() + number * first.nbytes for number in range(len(parts))]
-    if begins != [part.data_ptr() for part in parts]:
-        return None
-    return first.as_strided((len(parts) * first.numel(),), (1,))

@@ -13,10 +13,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from sharding_specs import Mesh, P, local_shape, whole_shape
@@ -35,11 +34,11 @@ from .point_to_point import PointToPoint
 
 __all__ = ["PipelineRuntime"]
 
-Value = TypeVar("Value")
-
 
 class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     """Runs pipelines over one axis of the mesh of `base`. With `alone`, this process runs all ranks of the axis."""
+
+    base: Any
 
     def __init__(self, base: Any, axis: str, *, alone: bool = False) -> None:
         self.base, self.axis = base, axis
@@ -60,32 +59,23 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return self._where_taken(program.holders(program.inputs[number]), x, spec)
 
     def entered(self, x: torch.Tensor, spec: P) -> PipelineValue:
-        """Return the handle, so that a derivative of it is a derivative of the full tensor."""
         if self.carrier is not None:
             _refuse_derivatives([x])
         return self._everywhere(self.base.entered(x, spec))
 
     def own(self, x: torch.Tensor, spec: P) -> PipelineValue:
-        """Return the handle of a shard that this process was given."""
         return self._everywhere(self.base.own(x, spec))
 
-    @property
-    def calls(self) -> int:
-        """Number of calls that this rank has made with the others."""
-        return int(self.base.calls)
-
     def whole(self, placed: PipelineValue, spec: P, whose: str = "") -> torch.Tensor:
-        result: torch.Tensor
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
-            result = self.base.whole(next(iter(placed.parts.values())), spec, whose)
-            return result
-        if self.carrier is None:
-            result = self.base.whole(self._from_a_holder(placed), spec)
-            return result
-        with self.base.turn, self.carrier.bound():
-            self.carrier.doing.begin(READS + whose)
-            mine = self._from_a_holder(placed)
-        result = self.base.whole(mine, spec, whose)
+            held = next(iter(placed.parts.values()))
+        elif self.carrier is None:
+            held = self._from_a_holder(placed)
+        else:
+            with self.base.turn, self.carrier.bound():
+                self.carrier.doing.begin(READS + whose)
+                held = self._from_a_holder(placed)
+        result: torch.Tensor = self.base.whole(held, spec, whose)
         return result
 
     def _from_a_holder(self, placed: PipelineValue) -> Part:
@@ -99,19 +89,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
             mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
         assert isinstance(mine, torch.Tensor)
         return self.carrier.pbroadcast(mine, (self.axis,), source)
-
-    @property
-    def own_ranks(self) -> Sequence[int]:
-        ranks: Sequence[int] = self.base.own_ranks
-        return ranks
-
-    @property
-    def store(self) -> dist.Store | None:
-        store: dist.Store | None = self.base.store
-        return store
-
-    def missing(self) -> str:
-        return str(self.base.missing())
 
     def where(self, placed: PipelineValue) -> Where:
         return () if placed.holders is None else ((self.axis, tuple(sorted(placed.holders))),)
@@ -136,34 +113,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return PipelineValue(dict.fromkeys(here, base), None if holders is None else frozenset(holders), aval)
 
     def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
-        result: torch.Tensor = hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
-        return result
-
-    def check_same(
-        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
-    ) -> None:
-        self.base.check_same(name, paths, tensors, parts)
-
-    def checksum(self, x: torch.Tensor) -> str:
-        return str(self.base.checksum(x))
-
-    def check_sums(
-        self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
-    ) -> None:
-        self.base.check_sums(name, paths, sums, parts)
-
-    def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
-        return int(self.base.agree(doing, otherwise, number))
-
-    def exchange(self, value: Value, purpose: str) -> list[Value]:
-        return list(self.base.exchange(value, purpose))
-
-    def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        result: torch.Tensor = self.base.like_own(x, spec)
-        return result
-
-    def agree_on(self, program: PipelineProgram) -> None:
-        self.base.agree_on(program)
+        return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
 
     def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> PipelineValue:
         """Return the handle of a full tensor on the ranks of the pipeline that read it."""
@@ -196,7 +146,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         batch: Sequence[torch.Tensor] = (),
         whose: str = "",
     ) -> list[PipelineValue]:
-        """Run a pipeline on sharded inputs. `batch` holds the full tensors that every rank was given."""
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
         self.base.agree_on(program)

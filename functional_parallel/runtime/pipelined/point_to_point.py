@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from sharding_specs import Mesh
-
 from ...ir import Aval
 from ...schedules import Action, Receive, Send
 from ..algorithms import COMPLETED
+from ..buffers import as_bytes
 from ..calls import NamedWait, Waitable, rank_name
 from ..processes import ProcessCommunicator
 
@@ -35,15 +35,11 @@ class PointToPoint:
         self._sent: list[tuple[Any, torch.Tensor, Send | int]] = []
 
     def send(self, step: Send, values: Sequence[torch.Tensor]) -> None:
-        """Send the results of an action."""
         self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
-        for value in values:
-            self._post(value, step.rank, step)
+        self._post_each(values, step.rank, step)
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
-        """Post the receive of a message."""
-        buffers = [self._buffer(aval) for aval in avals]
-        works = [self._get(buffer, step.rank) for buffer in buffers]
+        buffers, works = self._receives(avals, step.rank)
         self._expected[step.action] = step, buffers, works, time.monotonic()
 
     def take(self, action: Action) -> list[torch.Tensor] | None:
@@ -73,12 +69,12 @@ class PointToPoint:
         under_way = []
         for rank in sorted(outgoing.keys() | incoming.keys()):
             if self.rank < rank:
-                self._post_joined(outgoing.get(rank, ()), rank)
+                self._post_each(_joined(outgoing.get(rank, ())), rank, rank)
             if avals := incoming.get(rank, ()):
-                buffers = [self._buffer(Aval((size,), dtype)) for dtype, size in _sizes(avals)]
-                under_way.append((rank, avals, buffers, [self._get(buffer, rank) for buffer in buffers]))
+                buffers, works = self._receives([Aval((size,), dtype) for dtype, size in _sizes(avals)], rank)
+                under_way.append((rank, avals, buffers, works))
             if self.rank > rank:
-                self._post_joined(outgoing.get(rank, ()), rank)
+                self._post_each(_joined(outgoing.get(rank, ())), rank, rank)
         found = {}
         for rank, avals, buffers, works in under_way:
             for work in works:
@@ -89,28 +85,20 @@ class PointToPoint:
 
     # --- one tensor ---
 
-    def _buffer(self, aval: Aval) -> torch.Tensor:
-        return torch.empty(aval.shape, dtype=aval.dtype, device=self.device)
+    def _receives(self, avals: Sequence[Aval], rank: int) -> tuple[list[torch.Tensor], list[Waitable]]:
+        buffers = [torch.empty(aval.shape, dtype=aval.dtype, device=self.device) for aval in avals]
+        return buffers, [self._messages.receive(as_bytes(buffer), rank) for buffer in buffers]
 
-    def _post_joined(self, values: Sequence[torch.Tensor], rank: int) -> None:
-        for value in _joined(values):
-            self._post(value, rank, rank)
-
-    def _post(self, value: torch.Tensor, rank: int, name: Send | int) -> None:
-        buffer = value.detach().contiguous()
-        with self._wait_for(name).noted(kinds=_KINDS):  # for free space in shared memory
-            work = self._messages.send(_bytes(buffer), rank)
-        if work is not COMPLETED:
-            self._sent.append((work, buffer, name))
-
-    def _wait_for(self, name: Send | Receive | int) -> _MessageWait:
-        return _MessageWait(self.carrier.mesh, self.carrier.rank, self.axis, name)
-
-    def _get(self, buffer: torch.Tensor, rank: int) -> Waitable:
-        return self._messages.receive(_bytes(buffer), rank)
+    def _post_each(self, values: Sequence[torch.Tensor], rank: int, name: Send | int) -> None:
+        for value in values:
+            buffer = as_bytes(value)
+            with _MessageWait(self.carrier, self.axis, name).noted(kinds=_KINDS):  # for free space in shared memory
+                work = self._messages.send(buffer, rank)
+            if work is not COMPLETED:
+                self._sent.append((work, buffer, name))
 
     def _wait(self, work: Waitable, name: Send | Receive | int, began: float) -> None:
-        with self._wait_for(name).noted(began, kinds=_KINDS):
+        with _MessageWait(self.carrier, self.axis, name).noted(began, kinds=_KINDS):
             work.wait()
 
 
@@ -119,8 +107,8 @@ class _MessageWait(NamedWait):
 
     __slots__ = ("_name",)
 
-    def __init__(self, mesh: Mesh, rank: int, axis: str, name: Send | Receive | int) -> None:
-        other = name if isinstance(name, int) else name.rank
+    def __init__(self, carrier: ProcessCommunicator, axis: str, name: Send | Receive | int) -> None:
+        mesh, rank, other = carrier.mesh, carrier.rank, name if isinstance(name, int) else name.rank
         super().__init__(mesh, rank, [mesh.rank({**mesh.coordinates(rank), axis: other})])
         self._name = name
 
@@ -133,19 +121,14 @@ class _MessageWait(NamedWait):
         return f"{verb} {self._name.action} {preposition} {peer}"
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)
-
-
 def _sizes(avals: Sequence[Aval]) -> list[tuple[torch.dtype, int]]:
-    sizes: dict[torch.dtype, int] = {}
+    sizes = Counter[torch.dtype]()
     for aval in avals:
-        sizes[aval.dtype] = sizes.get(aval.dtype, 0) + aval.numel
+        sizes[aval.dtype] += aval.numel
     return list(sizes.items())
 
 
 def _joined(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Concatenate the values of each dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for value in values:
         by_dtype.setdefault(value.dtype, []).append(value.reshape(-1))

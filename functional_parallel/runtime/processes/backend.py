@@ -6,15 +6,16 @@ Collectives that do not add send raw bytes, so that every backend supports every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buffers import as_bytes, flat_or_view, from_bytes
+from ..buffers import as_bytes, cat_or_view, from_bytes
 from ..calls import CallLog, PendingCollective, Waitable, WaitFor
-from .groups import MeshGroups
+from .groups import Axes, MeshGroups
 
 __all__ = ["TorchCollectives"]
 
@@ -27,25 +28,17 @@ class TorchCollectives:
     def __init__(self, groups: MeshGroups, doing: CallLog, wait: WaitFor) -> None:
         self._groups, self._doing, self._wait_for = groups, doing, wait
 
-    def all_reduce(
-        self,
-        operation: str,
-        x: Tensor,
-        axes: tuple[str, ...],
-        how: dist.ReduceOp.RedOpType,
-        overwrite: bool,
-        finish: Callable[[Tensor], Any],
-    ) -> PendingCollective:
+    def all_reduce(self, x: Tensor, axes: Axes, overwrite: bool, finish: Callable[[Tensor], Any]) -> PendingCollective:
         in_place = overwrite and x.is_contiguous()
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
         handle = self._groups.over(axes).handle
         return self._started(
-            operation, x, axes, lambda: dist.all_reduce(result, how, handle, async_op=True), lambda: finish(result)
+            "psum", x, axes, lambda: dist.all_reduce(result, group=handle, async_op=True), lambda: finish(result)
         )
 
-    def reduce_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> PendingCollective:
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int, dtype: torch.dtype) -> PendingCollective:
         members = self._groups.over(axes)
-        chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
+        chunks = torch.stack(members.by_seat(x.detach().chunk(members.size, dim)))
         result = torch.empty_like(chunks[0])
         return self._started(
             "psum_scatter",
@@ -56,69 +49,59 @@ class TorchCollectives:
         )
 
     def all_gather(
-        self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Result]
+        self, operation: str, x: Tensor, axes: Axes, finish: Callable[[list[Tensor]], Result]
     ) -> PendingCollective:
         """Gather all ranks' values and pass them to `finish`, in the order of the axes."""
         members = self._groups.over(axes)
         mine = as_bytes(x)
-        buffer = mine.new_empty(len(members.ranks) * mine.numel())
-        parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks))
-
-        def start() -> Waitable | None:
-            work: dist.Work | None
-            if self._groups.over(axes).backend == "nccl":
-                work = dist.all_gather_into_tensor(buffer, mine, members.handle, async_op=True)
-            else:
-                work = dist.all_gather(parts, mine, members.handle, async_op=True)
-            return work
-
-        def end() -> Result:
-            return finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
-
-        return self._started(operation, x, axes, start, end)
+        buffer = mine.new_empty(members.size * mine.numel())
+        parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * members.size)
+        is_nccl = members.backend == "nccl"
+        gather = partial(dist.all_gather_into_tensor, buffer) if is_nccl else partial(dist.all_gather, parts)
+        return self._started(
+            operation,
+            x,
+            axes,
+            lambda: gather(mine, members.handle, async_op=True),
+            lambda: finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)]),
+        )
 
     def all_to_all(
         self,
         operation: str,
         x: Tensor,
         chunks: Sequence[Tensor],
-        axes: tuple[str, ...],
-        finish: Callable[[list[Tensor]], Tensor],
-    ) -> PendingCollective:
-        """Send chunk i to rank i. Pass the received chunks to `finish`, in the order of the axes."""
-        sizes = [chunk.numel() for chunk in chunks]
-
-        def end(received: list[Tensor]) -> Tensor:
-            return finish([part.reshape(chunk.shape) for part, chunk in zip(received, chunks, strict=True)])
-
-        return self.all_to_all_unevenly(operation, x, chunks, sizes, axes, end)
-
-    def all_to_all_unevenly(
-        self,
-        operation: str,
-        x: Tensor,
-        chunks: Sequence[Tensor],
-        expected: Sequence[int],
-        axes: tuple[str, ...],
+        axes: Axes,
         finish: Callable[[list[Tensor]], Result],
+        expected: Sequence[Sequence[int]] | None = None,
     ) -> PendingCollective:
+        """Send chunk i to rank i. Pass the received chunks to `finish`, in the order of the axes.
+
+        `expected` has the shapes of the received chunks if they are not those of the sent ones.
+        """
+        shapes = [torch.Size(shape) for shape in expected or [chunk.shape for chunk in chunks]]
         members = self._groups.over(axes)
         to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]
         lengths = [part.numel() for part in to_send]
-        sent = flat_or_view(to_send)
-        sizes = [0] * len(expected)
-        for seat, elements in zip(members.seats, expected, strict=True):
-            sizes[seat] = elements * x.element_size()
+        sent = cat_or_view(to_send, 0)
+        sizes = [0] * len(shapes)
+        for seat, shape in zip(members.seats, shapes, strict=True):
+            sizes[seat] = shape.numel() * x.element_size()
         received = sent.new_empty(sum(sizes))
+
+        def end() -> Result:
+            parts = zip(members.in_order(received.split(sizes)), shapes, strict=True)
+            return finish([from_bytes(part, x).reshape(shape) for part, shape in parts])
+
         return self._started(
             operation,
             x,
             axes,
             lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
-            lambda: finish([from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
+            end,
         )
 
-    def broadcast(self, operation: str, x: Tensor, axes: tuple[str, ...], source: int) -> PendingCollective:
+    def broadcast(self, operation: str, x: Tensor, axes: Axes, source: int) -> PendingCollective:
         """Send the value of the rank at index `source` to every rank."""
         members = self._groups.over(axes)
         buffer = as_bytes(x).clone()
@@ -131,12 +114,7 @@ class TorchCollectives:
         )
 
     def _started(
-        self,
-        operation: str,
-        x: Tensor,
-        axes: tuple[str, ...],
-        start: Callable[[], Waitable | None],
-        finish: Callable[[], Any],
+        self, operation: str, x: Tensor, axes: Axes, start: Callable[[], Waitable | None], finish: Callable[[], Any]
     ) -> PendingCollective:
         """Start a collective of the backend, and announce it to ranks that wait for this one in shared memory."""
         self._doing.announce()

@@ -46,19 +46,16 @@ class ControlGroup:
         `doing` describes this rank's next call, to be read after "rank 0". `otherwise` is advice for the user if
         another rank makes a different call, or none. A mismatch is raised on every rank.
         """
-        with self._turn:
-            return self._agree(doing, otherwise, number)
-
-    def _agree(self, doing: str, otherwise: str, number: int) -> int:
         mark = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "big")
-        self._comes("agrees with the others about what to do")
-        found = torch.tensor([mark, -mark, number], dtype=torch.int64, device=self.device)
-        with self._waits(f"the agreement with all ranks, where this rank {doing},", otherwise):
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._handle.group)
-        highest, negated_lowest, largest = found.tolist()
-        if highest != -negated_lowest:
-            self._refuse(self._exchange(doing, "to say what it does"), otherwise)
-        return int(largest)
+        with self._turn:
+            self._comes("agrees with the others about what to do")
+            found = torch.tensor([mark, -mark, number], dtype=torch.int64, device=self.device)
+            with self._waits(f"the agreement with all ranks, where this rank {doing},", otherwise):
+                dist.all_reduce(found, dist.ReduceOp.MAX, self._handle.group)
+            highest, negated_lowest, largest = found.tolist()
+            if highest != -negated_lowest:
+                self._refuse(self._exchange(doing, "to say what it does"), otherwise)
+            return int(largest)
 
     def _refuse(self, plans: list[str], otherwise: str = "") -> None:
         names = {plan: rank_name(self._mesh, plans.index(plan)) for plan in dict.fromkeys(plans)}

@@ -12,19 +12,21 @@ from datetime import timedelta
 from functools import cached_property
 from itertools import chain, combinations, count
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from ..algorithms import ROLL_CALL, AlgorithmGroup, CallCheck, GroupWaits, RankGroup, TaggedMessages
-from ..calls import CallLog, ProcessGroupRef, rank_name
+from ..algorithms import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
+from ..calls import CallLog, CollectiveSteps, GroupWaits, ProcessGroupRef, Waitable, rank_name
 from ..watch import recorded
 
-__all__ = ["AxisGroup", "MeshGroups"]
+__all__ = ["Axes", "AxisGroup", "MeshGroups"]
 
 _MOST_AXES_TOGETHER = 3
+Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,19 @@ class _TaggedGroup:
     tags: Iterator[int] = field(default_factory=count)
 
 
-class AxisGroup:
+class AxisGroup(RankGroup):
     """The ranks of one collective."""
 
     def __init__(self, group: _TaggedGroup, rank: int, ranks: tuple[int, ...], waits: GroupWaits) -> None:
+        super().__init__(ranks.index(rank), len(ranks))
         self._handle, self._tags = group.handle, group.tags
         self.ranks, self._waits = ranks, waits  # global ranks in the order of the axes, the first axis major
-        self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)  # in torch's group, by global rank
         self.backend = str(dist.get_backend(self.handle))
         # before bytes of one call are used for another; None if the check would take time on a device
-        self.roll_call: CallCheck | None = None
+        self.roll_call: _CallCheck | None = None
         if self.backend in ("gloo", "mpi4py"):
-            self.roll_call = CallCheck(RankGroup(self.rank, len(ranks)), self.messages(ROLL_CALL), waits)
+            self.roll_call = _CallCheck(self.others(), self.messages(ROLL_CALL), waits)
 
     @property
     def handle(self) -> dist.ProcessGroup:
@@ -55,7 +57,6 @@ class AxisGroup:
         return self._handle.group
 
     def messages(self, tag: int = 0) -> TaggedMessages:
-        """Return messages to single ranks under a tag."""
         return TaggedMessages(self._handle, self.seats, tag)
 
     def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -73,25 +74,72 @@ class AxisGroup:
         return AlgorithmGroup(self.handle, self.rank, self.seats, self._waits, self._tags)
 
 
+class _CallCheck:
+    """One rank's end of a check that all ranks make the same call, if no signals through shared memory report it.
+
+    Messages and the backend's collectives carry bytes only, and two different calls may send equally many. The ranks
+    therefore exchange their call ids with the first collective of every call. The answer arrives with the first result.
+    The tag of messages is `ROLL_CALL`, so that ranks in other calls are heard too.
+    """
+
+    def __init__(self, others: Sequence[int], messages: TaggedMessages, waits: GroupWaits) -> None:
+        self._others, self._messages, self._waits = others, messages, waits
+        self._asked = 0  # no call yet
+        self._answer: Waitable = COMPLETED
+
+    def ask(self) -> Waitable:
+        """Send the id of this rank's call to the others, once per call. Wait for the answer before using their data.
+
+        Waiting raises `CallMismatchError` if a rank makes a different call. All ranks ask before the same collectives.
+        """
+        if self._waits.doing.mark != self._asked:
+            self._asked = self._waits.doing.mark
+            self._answer = _Answer(self._others, self._messages, self._waits)
+        return self._answer
+
+    def before(self, steps: CollectiveSteps) -> CollectiveSteps:
+        """Yield the steps of a collective. The first one also waits for the check that all ranks make the same call."""
+        answer = self.ask()
+        for awaited in steps:
+            yield [answer, *awaited]
+
+
+class _Answer:
+    def __init__(self, others: Sequence[int], messages: TaggedMessages, waits: GroupWaits) -> None:
+        self._waits = waits
+        self._mine = torch.tensor([waits.doing.mark], dtype=torch.int64, device="cpu")  # kept until it is sent
+        self._marks = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in others}
+        receiving = [messages.receive(mark, rank) for rank, mark in self._marks.items()]
+        self._under_way = [*receiving, *(messages.send(self._mine, rank) for rank in self._marks)]
+
+    def wait(self) -> None:
+        if not self._under_way:
+            return
+        for message in self._under_way:
+            message.wait()
+        for rank, mark in self._marks.items():
+            if int(mark) != int(self._mine):
+                self._waits.doing.refuse(int(mark), self._waits.name(rank))
+        self._under_way = []
+
+
 class MeshGroups:
     """This rank's groups, by axes."""
 
     def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: CallLog) -> None:
         self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
         self._groups = _make_groups(mesh, rank, timeout)
-        self._found: dict[tuple[str, ...], AxisGroup] = {}
+        self._found: dict[Axes, AxisGroup] = {}
 
-    def over(self, axes: tuple[str, ...]) -> AxisGroup:
-        """Return the group along some axes."""
-        if axes not in self._found:
-            self._found[axes] = self._find(axes)
-        return self._found[axes]
-
-    def _find(self, axes: tuple[str, ...]) -> AxisGroup:
+    def over(self, axes: Axes) -> AxisGroup:
+        if axes in self._found:
+            return self._found[axes]
         ranks = next(tuple(ranks) for ranks in self._mesh.groups(axes) if self._rank in ranks)
         members = frozenset(ranks)
-        if ranks == (self._rank,) and members not in self._groups:
-            self._add_alone(members)
+        if ranks == (self._rank,) and members not in self._groups:  # the other ranks take no part
+            with recorded():
+                group = dist.new_group([self._rank], timeout=self._timeout, use_local_synchronization=True)
+            self._groups[members] = _TaggedGroup(ProcessGroupRef(group))
         if members not in self._groups:
             raise ValueError(
                 f"a collective over {axes}: process groups are made for at most {_MOST_AXES_TOGETHER} axes together, "
@@ -99,13 +147,8 @@ class MeshGroups:
             )
         seconds = (self._timeout or default_pg_timeout).total_seconds()
         waits = GroupWaits(seconds, self._doing, [rank_name(self._mesh, rank) for rank in ranks])
-        return AxisGroup(self._groups[members], self._rank, ranks, waits)
-
-    def _add_alone(self, ranks: frozenset[int]) -> None:
-        """Create the group of axes with one rank. The other ranks take no part."""
-        with recorded():
-            group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
-        self._groups[ranks] = _TaggedGroup(ProcessGroupRef(group))
+        self._found[axes] = AxisGroup(self._groups[members], self._rank, ranks, waits)
+        return self._found[axes]
 
 
 def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], _TaggedGroup]:

@@ -11,23 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sharding_specs import Mesh
+
 from ...collectives import GATHERED, are_bound, bind, reference
 from ..algorithms import Algorithm, AlgorithmGroup, Selection, TaggedMessages, launch, requested_algorithm, select
-from ..buffers import BucketLayout, BucketOutput, LazyBucket, cat_or_view, to_tensor
-from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name, waiting
+from ..buffers import BucketLayout, BucketOutput, Operand, cat_or_view, to_tensor
+from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name
 from .backend import TorchCollectives
-from .groups import AxisGroup, MeshGroups
+from .groups import Axes, AxisGroup, MeshGroups
 
-if TYPE_CHECKING:
-    from sharding_specs import Mesh
-
-__all__ = ["ProcessCommunicator"]
+__all__ = ["ProcessCommunicator", "require_as_many"]
 
 _REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
 _REDUCED_BY = dict.fromkeys(("gloo", "nccl"), _REDUCED_BY_ALL | {torch.float16, torch.bfloat16})
@@ -52,11 +51,7 @@ class ProcessCommunicator:
         timeout: timedelta | None = None,
         algorithm: str | None = None,
     ) -> None:
-        if dist.get_world_size() != mesh.size:
-            raise ValueError(
-                f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
-                f"start {mesh.size}, or change the mesh"
-            )
+        require_as_many(mesh)
         if reduction not in ("fast", "ordered"):
             raise ValueError(f"reduction={reduction!r}: write 'fast' or 'ordered'")
         self.mesh = mesh
@@ -77,14 +72,7 @@ class ProcessCommunicator:
     # --- the primitives ---
 
     def start(
-        self,
-        name: str,
-        x: Tensor | LazyBucket,
-        *,
-        axes: tuple[str, ...],
-        params: Sequence[Any],
-        overwrite: bool,
-        where: str,
+        self, name: str, x: Operand, *, axes: Axes, params: Sequence[Any], overwrite: bool, where: str
     ) -> PendingCollective:
         """Start a primitive, to be waited for later. Until then the operand, a tensor or a bucket, must not change.
 
@@ -94,35 +82,30 @@ class ProcessCommunicator:
         """
         self.where = where
         try:
-            return self._started(name, x, axes, params, overwrite)
+            if name == "psum":
+                return self._start_psum(x, axes, overwrite, *params)
+            if name == "psum_scatter":
+                return self._start_psum_scatter(x, axes, *params)
+            if name == "all_gather":
+                return self._start_all_gather(x, axes, *params)
+            return self._start_all_to_all(to_tensor(x), axes, *params)
         finally:
             self.where = ""
 
-    def _started(
-        self, name: str, x: Tensor | LazyBucket, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool
-    ) -> PendingCollective:
-        if name == "psum":
-            return self._start_psum(x, axes, overwrite, *params)
-        if name == "psum_scatter":
-            return self._start_psum_scatter(x, axes, *params)
-        if name == "all_gather":
-            return self._start_all_gather(x, axes, *params)
-        return self._start_all_to_all(to_tensor(x), axes, *params)
-
-    def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def psum(self, x: Tensor, axes: Axes) -> Tensor:
         return self._start_psum(x, axes, False).tensor()
 
-    def psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+    def psum_scatter(self, x: Tensor, axes: Axes, dim: int) -> Tensor:
         return self._start_psum_scatter(x, axes, dim).tensor()
 
-    def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+    def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Tensor:
         return self._start_all_gather(x, axes, dim).tensor()
 
-    def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
+    def all_to_all(self, x: Tensor, axes: Axes, split_dim: int, concat_dim: int) -> Tensor:
         return self._start_all_to_all(x, axes, split_dim, concat_dim).tensor()
 
     def _start_psum(
-        self, x: Tensor | LazyBucket, axes: tuple[str, ...], overwrite: bool, layout: BucketLayout | None = None
+        self, x: Operand, axes: Axes, overwrite: bool, layout: BucketLayout | None = None
     ) -> PendingCollective:
         accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("all_reduce", x, axes):
@@ -136,10 +119,10 @@ class ProcessCommunicator:
         widened = x.to(accumulated or dtype)
         if self._reduces_itself(widened, axes):
             own = overwrite or widened is not x
-            return self._backend.all_reduce("psum", widened, axes, dist.ReduceOp.SUM, own, finish)
+            return self._backend.all_reduce(widened, axes, own, finish)
         return self._backend.all_gather("psum", x, axes, lambda parts: finish(reference.psum(parts, accumulated)[0]))
 
-    def _start_psum_scatter(self, x: Tensor | LazyBucket, axes: tuple[str, ...], dim: int) -> PendingCollective:
+    def _start_psum_scatter(self, x: Operand, axes: Axes, dim: int) -> PendingCollective:
         accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("reduce_scatter", x, axes):
             started = launch.reduce_scatter(*chosen, x, dim, accumulated)
@@ -151,16 +134,11 @@ class ProcessCommunicator:
         def finish(parts: list[Tensor]) -> Tensor:
             return reference.psum(parts, accumulated)[0]
 
-        chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
+        chunks = x.chunk(self._groups.over(axes).size, dim)
         return self._backend.all_to_all("psum_scatter", x, chunks, axes, finish)
 
     def _start_all_gather(
-        self,
-        x: Tensor | LazyBucket,
-        axes: tuple[str, ...],
-        dim: int,
-        layout: BucketLayout | None = None,
-        operation: str = "all_gather",
+        self, x: Operand, axes: Axes, dim: int, layout: BucketLayout | None = None, operation: str = "all_gather"
     ) -> PendingCollective:
         if chosen := self._chosen("all_gather", x, axes):
             return self._start_steps(operation, x, axes, chosen, launch.all_gather(*chosen, x, dim, layout))
@@ -169,19 +147,17 @@ class ProcessCommunicator:
         )
 
     def _start_all_to_all(
-        self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int, operation: str = "all_to_all"
+        self, x: Tensor, axes: Axes, split_dim: int, concat_dim: int, operation: str = "all_to_all"
     ) -> PendingCollective:
         if chosen := self._chosen("all_to_all", x, axes):
             started = launch.all_to_all(*chosen, x, split_dim, concat_dim)
             return self._start_steps(operation, x, axes, chosen, started)
-        chunks = launch.resolved(x).chunk(len(self._groups.over(axes).ranks), split_dim)
+        chunks = launch.resolved(x).chunk(self._groups.over(axes).size, split_dim)
         return self._backend.all_to_all(operation, x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim))
 
     # --- with the library's algorithms ---
 
-    def _chosen(
-        self, kind: str, x: Tensor | LazyBucket, axes: tuple[str, ...]
-    ) -> tuple[Algorithm, AlgorithmGroup] | None:
+    def _chosen(self, kind: str, x: Operand, axes: Axes) -> tuple[Algorithm, AlgorithmGroup] | None:
         """Return the algorithm and the group of a collective, or None if it uses the backend's own."""
         selected = self._selection(axes) if x.device.type == "cpu" else None
         algorithm = selected[kind].algorithm if selected else None
@@ -190,8 +166,8 @@ class ProcessCommunicator:
     def _start_steps(
         self,
         operation: str,
-        x: Tensor | LazyBucket,
-        axes: tuple[str, ...],
+        x: Operand,
+        axes: Axes,
         chosen: tuple[Algorithm, AlgorithmGroup],
         started: launch.StartedCollective,
     ) -> PendingCollective:
@@ -202,34 +178,34 @@ class ProcessCommunicator:
 
     # --- with the backend ---
 
-    def ppermute(self, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
+    def ppermute(self, x: Tensor, axes: Axes, pairs: Sequence[int]) -> Tensor:
         """Exchange in which each rank sends to at most one rank. All take part, so no order can deadlock."""
         me = self.axis_index(axes)
         targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         sources = {target: source for source, target in targets.items()}
-        ranks = range(len(self._groups.over(axes).ranks))
+        ranks = range(self._groups.over(axes).size)
         to_send = [x if targets.get(me) == rank else x.new_empty(0) for rank in ranks]
-        expected = [x.numel() if sources.get(me) == rank else 0 for rank in ranks]
+        expected = [x.shape if sources.get(me) == rank else (0,) for rank in ranks]
 
         def finish(received: list[Tensor]) -> Tensor:
-            return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
+            return received[sources[me]] if me in sources else torch.zeros_like(x)
 
-        return self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).tensor()
+        return self._backend.all_to_all("ppermute", x, to_send, axes, finish, expected).tensor()
 
-    def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def pmax(self, x: Tensor, axes: Axes) -> Tensor:
         return self._extreme("pmax", x, axes, reference.pmax)
 
-    def pmin(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def pmin(self, x: Tensor, axes: Axes) -> Tensor:
         return self._extreme("pmin", x, axes, reference.pmin)
 
     def _extreme(
-        self, operation: str, x: Tensor, axes: tuple[str, ...], among: Callable[[Sequence[Tensor]], list[Tensor]]
+        self, operation: str, x: Tensor, axes: Axes, among: Callable[[Sequence[Tensor]], list[Tensor]]
     ) -> Tensor:
         """Gather small operands. Exchange chunks of large ones, reduce one chunk per rank, and gather the results.
 
         A backend's own maximum of NaN and a number may be either, depending on the order of the ranks.
         """
-        count = len(self._groups.over(axes).ranks)
+        count = self._groups.over(axes).size
         if count * x.nbytes <= GATHERED:
             gathered = self._start_all_gather(x.unsqueeze(0), axes, 0, operation=operation).wait()
             return among(gathered.unbind())[0]
@@ -238,67 +214,62 @@ class ProcessCommunicator:
         gathered = self._start_all_gather(among(mine)[0], axes, 0, operation=operation).tensor()
         return gathered[: x.numel()].view(x.shape)
 
-    def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
+    def pbroadcast(self, x: Tensor, axes: Axes, source: int) -> Tensor:
         return self._backend.broadcast("pbroadcast", x, axes, source).tensor()
 
     # --- values of one rank ---
 
-    def broadcast(self, x: Tensor, axes: tuple[str, ...], owner: int) -> Tensor:
+    def broadcast(self, x: Tensor, axes: Axes, owner: int) -> Tensor:
         held = x if self.axis_index(axes) == owner else self._room(x.shape, x.dtype, axes)
-        result: Tensor = self._backend.broadcast("broadcast", held, axes, owner).wait()
-        return result
+        return self._backend.broadcast("broadcast", held, axes, owner).tensor()
 
-    def scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, owner: int) -> Tensor:
-        chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
+    def scatter(self, x: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
+        chunks = x.chunk(self._groups.over(axes).size, dim)
         nothing = self._room((0,), x.dtype, axes)
         to_send = chunks if self.axis_index(axes) == owner else [nothing] * len(chunks)
-        expected = [chunk.numel() if rank == owner else 0 for rank, chunk in enumerate(chunks)]
+        expected = [chunk.shape if rank == owner else (0,) for rank, chunk in enumerate(chunks)]
+        received = self._backend.all_to_all("scatter", nothing, to_send, axes, lambda parts: parts[owner], expected)
+        return received.tensor()
 
-        def finish(received: list[Tensor]) -> Tensor:
-            return received[owner].reshape(chunks[0].shape)
-
-        result: Tensor = self._backend.all_to_all_unevenly("scatter", nothing, to_send, expected, axes, finish).wait()
-        return result
-
-    def gather(self, x: Tensor, axes: tuple[str, ...], dim: int, owner: int) -> Tensor:
+    def gather(self, x: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
         return torch.cat(self._collected("gather", x, axes, owner), dim)
 
-    def reduce(self, x: Tensor, axes: tuple[str, ...], owner: int) -> Tensor:
+    def reduce(self, x: Tensor, axes: Axes, owner: int) -> Tensor:
         return reference.psum(self._collected("reduce", x, axes, owner), self._accumulation_dtype(x.dtype))[0]
 
-    def _collected(self, operation: str, x: Tensor, axes: tuple[str, ...], owner: int) -> list[Tensor]:
+    def _collected(self, operation: str, x: Tensor, axes: Axes, owner: int) -> list[Tensor]:
         """Return the values of all ranks, on the owner, and tensors without memory on the others."""
-        ranks, is_owner = len(self._groups.over(axes).ranks), self.axis_index(axes) == owner
+        ranks, is_owner = self._groups.over(axes).size, self.axis_index(axes) == owner
         to_send = [x if rank == owner else x.new_empty(0) for rank in range(ranks)]
-        expected = [x.numel() if is_owner else 0] * ranks
+        expected = [x.shape if is_owner else (0,)] * ranks
 
         def finish(received: list[Tensor]) -> list[Tensor]:
-            return [part.reshape(x.shape) if is_owner else x.to("meta") for part in received]
+            return received if is_owner else [x.to("meta")] * ranks
 
-        result: list[Tensor] = self._backend.all_to_all_unevenly(operation, x, to_send, expected, axes, finish).wait()
+        result: list[Tensor] = self._backend.all_to_all(operation, x, to_send, axes, finish, expected).wait()
         return result
 
-    def _room(self, shape: Sequence[int], dtype: torch.dtype, axes: tuple[str, ...]) -> Tensor:
+    def _room(self, shape: Sequence[int], dtype: torch.dtype, axes: Axes) -> Tensor:
         """Return memory to receive a value that this rank knows only by its shape."""
         is_nccl = self._groups.over(axes).backend == "nccl"
         return torch.empty(shape, dtype=dtype, device="cuda" if is_nccl else "cpu")
 
-    def axis_index(self, axes: tuple[str, ...]) -> int:
+    def axis_index(self, axes: Axes) -> int:
         return self.mesh.axis_index(self.rank, axes)
 
     # --- queries ---
 
-    def _wait(self, operation: str, x: Tensor | LazyBucket, axes: tuple[str, ...]) -> CollectiveWait:
+    def _wait(self, operation: str, x: Operand, axes: Axes) -> CollectiveWait:
         wait = CollectiveWait(self.mesh, self.rank, self._groups.over(axes).ranks, operation, x, axes)
         wait.where = self.where
         return wait
 
-    def messages(self, axes: tuple[str, ...], device: torch.device) -> AlgorithmGroup | TaggedMessages:
+    def messages(self, axes: Axes, device: torch.device) -> AlgorithmGroup | TaggedMessages:
         """Return messages along some axes, with ranks numbered in their order. All ranks must call this."""
         members, selected = self._groups.over(axes), self._selection(axes) if device.type == "cpu" else None
         return members.messages() if selected is None else members.team
 
-    def algorithms(self, axes: tuple[str, ...]) -> str:
+    def algorithms(self, axes: Axes) -> str:
         """Return the algorithms of collectives over these axes, and the reasons. The first call is a collective."""
         members, selected = self._groups.over(axes), self._selection(axes)
         if selected is None:
@@ -310,25 +281,21 @@ class ProcessCommunicator:
             lines.append(f"{kind:14}  {name:9}  {found.because}")
         return "\n".join(lines)
 
-    def _selection(self, axes: tuple[str, ...]) -> dict[str, Selection] | None:
+    def _selection(self, axes: Axes) -> dict[str, Selection] | None:
         """Return the algorithms of a group, or None if the backend runs all its collectives."""
         members = self._groups.over(axes)
-        if self.algorithm == "backend" or members.backend != "gloo" or len(members.ranks) == 1:
+        if self.algorithm == "backend" or members.backend != "gloo" or members.size == 1:
             return None
         if members not in self._selected:
-            with self._first_use(axes):
+            what = f"the first collective over {axes}, in which its ranks find each other,"
+            wait = NamedWait(self.mesh, self.rank, members.ranks, what)
+            wait.where = self.where
+            with wait.noted():
                 team = members.team
             self._selected[members] = select(team, self.algorithm, self.reduction == "ordered")
         return self._selected[members]
 
-    def _first_use(self, axes: tuple[str, ...]) -> AbstractContextManager[None]:
-        """Note a wait in which the ranks of a group connect to each other."""
-        what = f"the first collective over {axes}, in which its ranks find each other,"
-        wait = NamedWait(self.mesh, self.rank, self._groups.over(axes).ranks, what)
-        wait.where = self.where
-        return wait.noted()
-
-    def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:
+    def _reduces_itself(self, x: Tensor, axes: Axes) -> bool:
         """Whether the backend's own reduction may be used. It supports few dtypes, and its order of addition varies."""
         return self.reduction == "fast" and x.dtype in _REDUCED_BY.get(self._groups.over(axes).backend, _REDUCED_BY_ALL)
 
@@ -339,15 +306,20 @@ class ProcessCommunicator:
         return wanted
 
 
+def require_as_many(mesh: Mesh) -> None:
+    """Raise `ValueError` unless there are as many processes as ranks of the mesh."""
+    if dist.get_world_size() != mesh.size:
+        raise ValueError(
+            f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
+            f"start {mesh.size}, or change the mesh"
+        )
+
+
 def _agree(mesh: Mesh, settings: dict[str, str]) -> None:
     """Check that settings are equal on all ranks. Ranks with different ones would wait until the timeout."""
     everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
-    wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "comparing settings with the other ranks")
-    try:
-        with waiting(wait):
-            dist.all_gather_object(everywhere, settings)
-    except RuntimeError as error:
-        raise wait.failure(None, error) from error
+    with NamedWait(mesh, dist.get_rank(), range(mesh.size), "comparing settings with the other ranks").noted():
+        dist.all_gather_object(everywhere, settings)
     for name in settings:
         values = [each[name] for each in everywhere]
         if len(set(values)) > 1:

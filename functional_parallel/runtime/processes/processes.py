@@ -28,14 +28,14 @@ from ...errors import CollectiveError, InputMismatchError, LaunchError, LayoutEr
 from ...ir import checksum, first_difference, hollow, sample_hash
 from ...program import Program, has_owner
 from ...rules import REPLICATED, Shard, convert
-from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names, waiting
+from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names
 from ..execution import Log, Origin
 from ..interface import Runtime, Where
 from ..launchers import launch_of_environment
 from ..mpi import MPI_BACKENDS, chosen_backend, start_mpi
 from ..watch import Watch, launched_store, recorded, watch_processes
 from .control_group import ControlGroup
-from .process_communicator import ProcessCommunicator
+from .process_communicator import ProcessCommunicator, require_as_many
 from .rank_program import RankProgram
 
 __all__ = ["ProcessRuntime"]
@@ -63,15 +63,10 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         limit = _torch.timeout_of_all_ranks() if timeout is None else timedelta(seconds=timeout)
         self.mesh, self.turn = mesh, CallGuard()
         wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "making process groups")
-        try:
-            with waiting(wait):
-                self.carrier = ProcessCommunicator(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
-                self.algorithm = self.carrier.algorithm
-                self.rank, self._meeting = self.carrier.rank, ControlGroup(mesh, limit, self.carrier.doing, self.turn)
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise wait.failure(None, error) from error
+        with wait.noted():
+            self.carrier = ProcessCommunicator(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
+            self.algorithm = self.carrier.algorithm
+            self.rank, self._meeting = self.carrier.rank, ControlGroup(mesh, limit, self.carrier.doing, self.turn)
         self.device = _device_of_ranks()
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
@@ -103,7 +98,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     # --- handles ---
 
     def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return this rank's shard of a full tensor."""
         part = shard_leaf(x, spec, self.mesh, self.rank)
         if part.is_meta:  # another rank holds it
             return part
@@ -115,9 +109,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return x.to(self.device)
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return a tensor without memory, with the global shape of a shard that `own` takes."""
-        result: torch.Tensor = hollow(x, whole_shape(x.shape, spec, self.mesh))
-        return result
+        return hollow(x, whole_shape(x.shape, spec, self.mesh))
 
     def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
         """Gather the full tensor on every rank. `whose` describes it to the other ranks."""
@@ -147,8 +139,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
         like = torch.empty((), dtype=handle.dtype, device=self.device) if handle.is_meta else handle
-        result: torch.Tensor = hollow(like, whole_shape(handle.shape, spec, self.mesh))
-        return result
+        return hollow(like, whole_shape(handle.shape, spec, self.mesh))
 
     def declared(self, handle: torch.Tensor, made: P, spec: P) -> torch.Tensor:
         """Return the handle unchanged: a rank holds its shard, whether or not other ranks hold the same values."""
@@ -219,7 +210,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
 
     def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return this rank's shard, so that a derivative of it is a derivative of the full tensor."""
         if not _torch.has_functorch_level([x]):
             return self.shard(x, spec)
         with self.carrier.bound():
@@ -252,22 +242,10 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         )
 
     def agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
-        """Check that every rank runs a program on the same full tensors."""
         paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
         self.check_same(program.name, paths, tensors)
 
-    def check_same(
-        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
-    ) -> None:
-        """Compare the checksums of full tensors between ranks. Inside a transform, nothing is compared.
-
-        With `parts`, the specs of the tensors, ranks were given their own shards. Ranks with the same shard must agree.
-        """
-        if not _torch.has_functorch_level(tensors):
-            self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
-
     def checksum(self, x: torch.Tensor) -> str:
-        """Return the checksum of a tensor for comparison with other ranks; empty if there is only one rank."""
         return "" if self.mesh.size == 1 else checksum(x)
 
     def check_sums(
@@ -312,17 +290,15 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def _differ(self, sums: list[str], spec: P) -> bool:
         """Whether ranks that hold the same shard have different checksums. All ranks hold a replicated tensor."""
         axes = [axis for axis in self.mesh.axis_names if axis in spec.axes]
-        held: dict[tuple[int, ...], set[str]] = {}
-        for rank, one in enumerate(sums):
-            held.setdefault(tuple(self.mesh.coordinates(rank)[axis] for axis in axes), set()).add(one)
-        return any(len(ones) > 1 for ones in held.values())
+        held: dict[int, str] = {}
+        return any(held.setdefault(self.mesh.axis_index(rank, axes), one) != one for rank, one in enumerate(sums))
 
 
 def _initialise(timeout: float, mesh: Mesh) -> None:
     """Create the process group of all ranks if there is none, and watch its processes."""
     if dist.is_initialized():
-        _require_as_many(mesh)
-        _watch_once(_torch.store_of_all_ranks(), dist.get_rank(), dist.get_world_size(), mesh)
+        require_as_many(mesh)
+        _watch_once(mesh)
         return
     backend = chosen_backend() or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
     if backend in MPI_BACKENDS:
@@ -341,7 +317,7 @@ def _initialise(timeout: float, mesh: Mesh) -> None:
     try:
         store = launched_store(launch, timeout, name)
         watch = watch_processes(store, rank, size, name) if size > 1 else None
-        with waiting(wait), recorded():
+        with wait.noted(kinds=()), recorded():
             store = dist.PrefixStore("default_pg", store)
             options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
             if backend == "mpi":  # torch's own knows its ranks
@@ -367,11 +343,12 @@ def _initialise(timeout: float, mesh: Mesh) -> None:
 _watched: list[weakref.ref[Any]] = []  # the process group of all ranks whose processes are watched
 
 
-def _watch_once(store: dist.Store | None, rank: int, size: int, mesh: Mesh) -> None:
+def _watch_once(mesh: Mesh) -> None:
     """Watch the processes of a group that the user's script made. The first call is a collective."""
-    if size > 1 and store is not None and not (_watched and _watched[0]() is dist.group.WORLD):
+    store = _torch.store_of_all_ranks()
+    if mesh.size > 1 and store is not None and not (_watched and _watched[0]() is dist.group.WORLD):
         has_failed = _barrier_failed(dist.barrier(async_op=True)) if str(dist.get_backend()) == "gloo" else None
-        _keep(watch_processes(store, rank, size, partial(rank_name, mesh), has_failed))
+        _keep(watch_processes(store, dist.get_rank(), mesh.size, partial(rank_name, mesh), has_failed))
 
 
 def _barrier_failed(barrier: dist.Work) -> Callable[[], bool]:
@@ -391,14 +368,6 @@ def _keep(watch: Watch | None) -> None:
     _watched[:] = [weakref.ref(dist.group.WORLD)]
     if watch is not None:
         weakref.finalize(dist.group.WORLD, watch.leave).atexit = False
-
-
-def _require_as_many(mesh: Mesh) -> None:
-    if dist.get_world_size() != mesh.size:
-        raise ValueError(
-            f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
-            f"start {mesh.size}, or change the mesh"
-        )
 
 
 def _let_go_at_exit(world: weakref.ref[Any], process: int) -> None:

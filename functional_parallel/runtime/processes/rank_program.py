@@ -57,16 +57,12 @@ class RankProgram:
         before = {node: [self._packed_when_sent.get(reader, reader) for reader in readers[node]] for node in readers}
         for node, ended in one_scatter_at_a_time(order).items():
             before[node] = [*before.get(node, ()), *ended]
-        self.writer = Writer(traced, self.line, order=order, readers=before)
+        self.writer = Writer(traced, self.line, order=order, readers=before, record=self.record)
 
     def function(self) -> Callable[..., Any]:
         return self.writer.function()
 
     def line(self, node: fx.Node, writer: Writer) -> str:
-        text = self._line(node, writer)
-        return text if self.record is None else self.record.line(node, writer, text)
-
-    def _line(self, node: fx.Node, writer: Writer) -> str:
         name = primitive_name(node)
         if node in self._absent and name not in OWNED:
             return writer.constant(_without_memory(node))

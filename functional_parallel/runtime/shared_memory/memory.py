@@ -23,14 +23,15 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...collectives import HALF, ROOM, SMALL_HALF, aligned
-from ..calls import CURRENT, CallLog, CollectiveSteps, RunningCollective, Waitable, is_ahead
+from ..calls import CURRENT, CollectiveSteps, GroupWaits, RunningCollective, Waitable, is_ahead
 from .channels import Channels
 
 __all__ = ["HALF", "MappedMemory", "SharedMemory", "Slot", "anonymous_memory"]
@@ -43,13 +44,12 @@ _WHENEVER = -1  # replaces the call id in a signal that belongs to no call
 _MADV_POPULATE_WRITE = 23  # of Linux; Python does not define it
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """Slice at one offset of every rank's memory, as bytes by rank, until `done`."""
 
-    __slots__ = ("_half", "parts")
-
-    def __init__(self, parts: list[Tensor], half: _Half) -> None:
-        self.parts, self._half = parts, half
+    parts: list[Tensor]
+    _half: _Half
 
     def done(self) -> None:
         """Note that this rank has read everything that it needs. Call this before requesting another slot."""
@@ -72,9 +72,6 @@ class _Half:
         self.left = False
         self.running.clear()
 
-    def has_room(self, size: int, whole: int) -> bool:
-        return self.used + size <= whole and self.given < _MOST_IN_A_HALF
-
     def leave(self, number: int) -> None:
         self.left, self.left_as = True, number
         self.release_when_read()
@@ -88,23 +85,15 @@ class _Half:
 class SharedMemory:
     """One rank's end of the memory that the ranks of a group share.
 
-    `peers` has a connected stream socket to each other rank. Waits for signals end after `timeout` seconds.
+    `peers` has a connected stream socket to each other rank.
     """
 
     def __init__(
-        self,
-        rank: int,
-        peers: dict[int, socket.socket],
-        memory: Sequence[MappedMemory],
-        timeout: float = 600.0,
-        doing: CallLog | None = None,
-        names: Sequence[str] | None = None,
+        self, rank: int, peers: dict[int, socket.socket], memory: Sequence[MappedMemory], waits: GroupWaits
     ) -> None:
         self.rank, self.size = rank, len(memory)
-        self._names = names or [f"rank {number} of the group" for number in range(self.size)]
-        self.doing = doing or CallLog()
+        self._peers, self._memory, self._waits, self.doing = peers, memory, waits, waits.doing
         self.doing.tell(self)
-        self._peers, self._memory, self._timeout = peers, memory, timeout
         weakref.finalize(self, _close, list(peers.values()))
         _living.add(self)
         self._poll = select.poll()
@@ -135,33 +124,31 @@ class SharedMemory:
 
     def signal(self, number: int) -> None:
         """Signal a number to all other ranks. A rank that has ended is noticed when it is next waited for."""
-        self._send_all(_SIGNAL.pack(number, self.doing.mark))
+        self._send(self._peers, number, self.doing.mark)
 
     def _signal_read(self, number: int) -> None:
         """Signal to all others that this rank has read a half. The signal may arrive there during another call."""
-        self._send_all(_SIGNAL.pack(number, _WHENEVER))
+        self._send(self._peers, number, _WHENEVER)
 
     def announce(self) -> None:
         """Announce to all others that this rank waits for them elsewhere."""
         if self._notices < _MOST_NOTICES:
             self._notices += 1
-            self._send_all(_SIGNAL.pack(0, self.doing.mark))
+            self._send(self._peers, 0, self.doing.mark)
 
     def tell(self, rank: int, note: int) -> None:
         """Send a positive number to the channels of one rank."""
-        self._send(rank, _SIGNAL.pack(-note, self.doing.mark))
+        self._send((rank,), -note, self.doing.mark)
 
-    def _send_all(self, message: bytes) -> None:
-        for rank in self._peers:
-            self._send(rank, message)
-
-    def _send(self, rank: int, message: bytes) -> None:
-        try:
-            self._peers[rank].sendall(message)
-        except ConnectionError:
-            return
-        except TimeoutError as error:
-            raise RuntimeError(f"{self._called({rank})} reads no signals") from error
+    def _send(self, ranks: Iterable[int], number: int, mark: int) -> None:
+        message = _SIGNAL.pack(number, mark)
+        for rank in ranks:
+            try:
+                self._peers[rank].sendall(message)
+            except ConnectionError:
+                continue
+            except TimeoutError as error:
+                raise RuntimeError(f"{self._called({rank})} reads no signals") from error
 
     def all_gave(self, number: int) -> Waitable:
         """Return a handle that waits until every other rank has signalled this number."""
@@ -185,19 +172,18 @@ class SharedMemory:
             if ended := ranks & self._ended:
                 raise RuntimeError(f"{self._called(ended)} ended")
             seconds = time.monotonic() - began
-            if seconds > self._timeout:
+            if seconds > self._waits.timeout:
                 raise RuntimeError(f"no signal from {self._called(ranks)} in {seconds:.1f} s")
             if CURRENT.lost is not None:
                 raise RuntimeError(f"the wait for {self._called(ranks)} was ended")
-            for descriptor, _ in self._poll.poll(min(self._timeout - seconds, _LOOK_EVERY) * 1000 + 1):
+            for descriptor, _ in self._poll.poll(min(self._waits.timeout - seconds, _LOOK_EVERY) * 1000 + 1):
                 self._read_signals(self._rank_of[descriptor])
 
     def refuse(self, rank: int, mark: int) -> None:
-        """Raise the error for a rank that makes a different call."""
         self.doing.refuse(mark, self._called({rank}))
 
     def _called(self, ranks: set[int]) -> str:
-        return ", ".join(self._names[rank] for rank in sorted(ranks))
+        return ", ".join(self._waits.name(rank) for rank in sorted(ranks))
 
     def _read_signals(self, rank: int) -> None:
         try:
@@ -233,9 +219,9 @@ class SharedMemory:
         assert size <= HALF, size
         size = aligned(size)
         self._grow(max(size, min(SMALL_HALF, HALF)))
-        if not self._halves[0].has_room(size, self._grown):
-            self._turn()
         half = self._halves[0]
+        if half.used + size > self._grown or half.given == _MOST_IN_A_HALF:
+            half = self._turn()
         begin = half.begin + half.used
         half.used += size
         half.given += 1
@@ -250,7 +236,8 @@ class SharedMemory:
                     piece.populate(begin + self._grown, begin + size)
             self._grown = size
 
-    def _turn(self) -> None:
+    def _turn(self) -> _Half:
+        """Continue in the other half, once it is free."""
         old, new = self._halves
         old.leave(self.next_number())
         for running, slot in new.running:
@@ -260,6 +247,7 @@ class SharedMemory:
             self.wait_for(new.left_as)
         new.enter()
         self._halves = [new, old]
+        return new
 
 
 def _close_in_child() -> None:  # else it would hold the connections, and its parent's death would not be noticed

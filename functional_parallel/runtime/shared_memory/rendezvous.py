@@ -10,10 +10,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..calls import CallLog
+from ..calls import GroupWaits
 from .memory import MappedMemory, SharedMemory, anonymous_memory
 
 __all__ = ["connect", "host_identity"]
@@ -33,79 +34,42 @@ def host_identity() -> str:
     return " ".join(parts)
 
 
-def connect(
-    rank: int,
-    members: Sequence[int],
-    exchange: AllGatherObject,
-    timeout: float,
-    doing: CallLog | None = None,
-    names: Sequence[str] | None = None,
-) -> SharedMemory | None:
+def connect(rank: int, members: Sequence[int], exchange: AllGatherObject, waits: GroupWaits) -> SharedMemory | None:
     """Share memory with the ranks of the group on this host, whose ascending numbers are `members`.
 
-    `exchange` is a collective over the entire group, of which every rank calls `connect`. Once connected, waits for
-    signals end after `timeout` seconds. The memory numbers ranks by their index in `members`. The result is None for a
-    single member, and on all ranks of the group if the system of some rank does not support sharing.
+    `exchange` is a collective over the entire group, of which every rank calls `connect`. The memory numbers ranks by
+    their index in `members`. The result is None for a single member, and on all ranks of the group if the system of
+    some rank does not support sharing.
     """
-    me = list(members).index(rank)
-    with ExitStack() as stack:
+    me, ranks, seconds = list(members).index(rank), len(members), min(_SECONDS_TO_MEET, waits.timeout)
+    peers, memory = dict[int, socket.socket](), dict[int, MappedMemory]()
+    descriptor = shared = None
+    with ExitStack() as stack, ExitStack() as connections:
         listener, address = _listen(stack)
         secret = secrets.token_bytes(16)
         greetings = exchange((address, secret))
-        here = [greetings[member] for member in members]
-        seconds = min(_SECONDS_TO_MEET, timeout)
-        calls = _Connections(me, here, seconds)
-        stack.callback(calls.close)
-        reached = exchange(listener is not None and calls.reached)  # else ranks that are not called would wait
-        shared = None
-        if listener is not None and all(reached):
+        with suppress(OSError):  # also if ranks only seem to be on one host
+            descriptor = anonymous_memory(MappedMemory.size(ranks))
+            stack.callback(os.close, descriptor)
+            for number, member in enumerate(members[:me]):  # an answer is not awaited
+                peers[number] = connections.enter_context(_call(me, greetings[member], descriptor, seconds))
+        can_meet = listener is not None and descriptor is not None and len(peers) == me
+        all_can = all(exchange(can_meet))  # else ranks that are not called would wait
+        if listener is not None and descriptor is not None and all_can:
             with suppress(OSError):
-                peers, memory = calls.meet(listener)
+                while len(peers) < ranks - 1:
+                    number, peers[number], memory[number] = _answer(listener, secret, descriptor, ranks, seconds)
+                    connections.enter_context(peers[number])
+                for number in range(me):
+                    memory[number] = _received(peers[number], 1, ranks)[1]
+                memory[me] = MappedMemory(os.dup(descriptor), ranks)
                 for peer in peers.values():
-                    peer.settimeout(timeout)
-                shared = SharedMemory(me, peers, memory, timeout, doing, names)
+                    peer.settimeout(waits.timeout)
+                named = replace(waits, names=[waits.name(member) for member in members])
+                shared = SharedMemory(me, peers, [memory[number] for number in range(ranks)], named)
+                connections.pop_all()  # which the shared memory closes
         everywhere = all(exchange(shared is not None))
         return shared if everywhere and len(members) > 1 else None
-
-
-class _Connections:
-    """Connections to the lower ranks, with a descriptor to map this rank's memory. An answer is not awaited."""
-
-    def __init__(self, me: int, greetings: Sequence[tuple[str | None, bytes]], seconds: float) -> None:
-        self._me, self._greetings, self._seconds = me, greetings, seconds
-        self.peers: dict[int, socket.socket] = {}
-        self.descriptor: int | None = None
-        try:
-            self.descriptor = anonymous_memory(MappedMemory.size(len(greetings)))
-            for number, (address, secret) in enumerate(greetings[:me]):
-                self.peers[number] = _call(me, address, secret, self.descriptor, seconds)
-            self.reached = True
-        except OSError:  # also if ranks only seem to be on one host
-            self.reached = False
-
-    def meet(self, listener: socket.socket) -> tuple[dict[int, socket.socket], list[MappedMemory]]:
-        """Receive the answers of lower ranks and answer higher ranks. Hand over the connections.
-
-        File descriptors of the memory are exchanged with both.
-        """
-        me, ranks, secret = self._me, len(self._greetings), self._greetings[self._me][1]
-        peers, memory = self.peers, dict[int, MappedMemory]()
-        assert self.descriptor is not None
-        while len(peers) < ranks - 1:
-            number, peers[number], memory[number] = _answer(listener, secret, self.descriptor, ranks, self._seconds)
-        for number in range(me):
-            memory[number] = _received(peers[number], 1, ranks)[1]
-        descriptor, self.descriptor = self.descriptor, None
-        memory[me] = MappedMemory(descriptor, ranks)
-        self.peers = {}
-        return peers, [memory[number] for number in range(ranks)]
-
-    def close(self) -> None:
-        """Close the connections and the descriptor that `meet` did not hand over."""
-        for peer in self.peers.values():
-            peer.close()
-        if self.descriptor is not None:
-            os.close(self.descriptor)
 
 
 def _listen(stack: ExitStack) -> tuple[socket.socket | None, str | None]:
@@ -125,7 +89,8 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, str | None]:
     return listener, address
 
 
-def _call(me: int, address: str | None, secret: bytes, descriptor: int, seconds: float) -> socket.socket:
+def _call(me: int, greeting: tuple[str | None, bytes], descriptor: int, seconds: float) -> socket.socket:
+    address, secret = greeting
     if address is None:
         raise OSError("no Unix sockets there")
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...collectives import AHEAD, aligned, places, slot_bytes
-from ..buffers import ConcatReader, DirectOutputs, LazyBucket, ordered_sum
+from ..buffers import ConcatReader, DirectOutputs, LazyBucket, Operand, ordered_sum
 from ..calls import CollectiveSteps
 from .memory import SharedMemory
 
@@ -26,9 +26,7 @@ __all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatte
 ONE_ROUND = 128 << 10  # below this size, adding everything on every rank is cheaper than a second round of signals
 
 
-def all_gather(
-    memory: SharedMemory, mine: Tensor | LazyBucket, parts: Sequence[Tensor] | DirectOutputs
-) -> CollectiveSteps:
+def all_gather(memory: SharedMemory, mine: Operand, parts: Sequence[Tensor] | DirectOutputs) -> CollectiveSteps:
     """Gather the value of rank i into `parts[i]`, which is contiguous, or into the tensors of `DirectOutputs`."""
     for piece in _pieces(memory, mine if isinstance(mine, LazyBucket) else [mine]):
         _put(piece, piece.own(0), parts, memory.rank)
@@ -65,10 +63,7 @@ def reduce_scatter(
 
 
 def all_reduce(
-    memory: SharedMemory,
-    x: Tensor | LazyBucket,
-    result: Tensor | Sequence[Tensor],
-    accumulated: torch.dtype | None = None,
+    memory: SharedMemory, x: Operand, result: Tensor | Sequence[Tensor], accumulated: torch.dtype | None = None
 ) -> CollectiveSteps:
     """Write the sum into `result`, which is contiguous and may be `x`, or into concatenated flat tensors.
 
@@ -136,7 +131,6 @@ class _Chunk:
         return self._buffers[rank][begin : begin + stride]
 
     def own(self, index: int) -> Tensor:
-        """Return this rank's own piece, in its original memory."""
         return self.of(self._likes[index])
 
     def write(self) -> None:

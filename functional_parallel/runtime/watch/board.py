@@ -40,7 +40,6 @@ class Board:
         self._ranks = [_Rank() for _ in range(size)]
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not arrived."""
         return [number for number, rank in enumerate(self._ranks) if not rank.arrived]
 
     def arrives(self, rank: int) -> None:
@@ -62,7 +61,6 @@ class Board:
         self._ranks[rank].position, self._ranks[rank].since = position, now
 
     def fails(self, rank: int, call: int, error: str) -> None:
-        """Note that a call ended by an error on one rank."""
         self._ranks[rank].failed[call] = error
 
     def judge(self, now: float) -> Lost | None:

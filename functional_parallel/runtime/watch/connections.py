@@ -33,31 +33,22 @@ def recorded() -> Iterator[None]:
             _made.update(_sockets().items() - before.items())
 
 
-def shut_down() -> int:
-    """Shut down all recorded connections that are still open; return their number."""
+def shut_down() -> None:
+    """Shut down all recorded connections that are still open."""
     made = dict(_made)
     _made.clear()
-    return sum(_shut_down(descriptor, inode) for descriptor, inode in made.items())
-
-
-def _shut_down(descriptor: int, inode: int) -> bool:
-    with suppress(OSError):
-        copy = os.dup(descriptor)
-        with socket.socket(fileno=copy) as connection:
+    for descriptor, inode in made.items():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-            if os.fstat(copy).st_ino == inode and is_internet and connection.getpeername():
+            if os.fstat(connection.fileno()).st_ino == inode and is_internet and connection.getpeername():
                 connection.shutdown(socket.SHUT_RDWR)
-                return True
-    return False
 
 
 def _sockets() -> dict[int, int]:
     found = {}
-    names: list[str] = []
     with suppress(OSError):
-        names = os.listdir(_FILES)
-    for name in names:
-        with suppress(OSError):
-            if os.readlink(f"{_FILES}/{name}").startswith("socket:"):
-                found[int(name)] = os.fstat(int(name)).st_ino
+        for name in os.listdir(_FILES):
+            with suppress(OSError):
+                if os.readlink(f"{_FILES}/{name}").startswith("socket:"):
+                    found[int(name)] = os.fstat(int(name)).st_ino
     return found

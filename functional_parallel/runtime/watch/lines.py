@@ -7,14 +7,10 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Closed", "Line", "keep_alive"]
+__all__ = ["Line", "keep_alive"]
 
 _MOST = 1 << 20  # bytes of one message
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}  # a lost host is noticed within 22 s
-
-
-class Closed(ConnectionError):
-    """Raised if the other end closed the connection, or sent something that is not a message."""
 
 
 class Line:
@@ -34,7 +30,10 @@ class Line:
             self.peer.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Wait until data arrives, and return the messages that have arrived. Raise `Closed` after the last one."""
+        """Wait until data arrives, and return the messages that have arrived.
+
+        Raise `ConnectionError` after the last one, or if the other end sent something that is not a message.
+        """
         try:
             data = self.peer.recv(1 << 16)
         except TimeoutError:
@@ -45,9 +44,9 @@ class Line:
         try:
             found = [json.loads(line) for line in lines]
         except ValueError as error:
-            raise Closed(str(error)) from error
+            raise ConnectionError(str(error)) from error
         if not found and (not data or len(self._unread) > _MOST):
-            raise Closed("the connection was closed")
+            raise ConnectionError("the connection was closed")
         return found
 
     def close(self) -> None:

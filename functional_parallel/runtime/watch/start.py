@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from ...errors import CollectiveError
 from ..calls import CURRENT, brief
 from ..launchers import Launch
 from ..shared_memory import host_identity
-from .watch import Endpoint, Name, Watch, missing_text, report_missing
+from .watch import Name, Watch, missing_text, report_missing
 
 __all__ = ["START_VARIABLE", "launched_store", "own_addresses", "start_seconds", "watch_processes"]
 
@@ -38,7 +39,7 @@ _MARGIN = 5.0
 _TO_CONNECT = 4.0
 _FOR_LATE_RANKS = 8.0
 
-_numbers = {"watches": 0}
+_numbers = count(1)  # of watches
 _active: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
@@ -86,9 +87,8 @@ def watch_processes(
     An error names the ranks that are missing at the deadline, or that died before all had arrived. `has_failed` tells
     whether a connection of an existing process group has failed.
     """
-    _numbers["watches"] += 1
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"functional_parallel/watch/{restart}/{_numbers['watches']}", store)
+    store = dist.PrefixStore(f"functional_parallel/watch/{restart}/{next(_numbers)}", store)
     CURRENT.forget()
     try:
         watch = _listening(store, size, name) if rank == 0 else _connected(store, rank, size, name)
@@ -169,7 +169,7 @@ def _listening(store: dist.Store, size: int, name: Name) -> Watch:
     secret = secrets.token_hex(16)
     known = {"port": listener.getsockname()[1], "secret": secret, "hosts": own_addresses(), "host": host_identity()}
     store.set("address", json.dumps(known))
-    return Watch(0, size, name, Endpoint(None, listener, secret, partial(_unreached, store)))
+    return Watch(0, size, name, listener=listener, secret=secret, unreached=partial(_unreached, store))
 
 
 def _unreached(store: dist.Store, ranks: list[int]) -> list[int]:
@@ -200,7 +200,7 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
         except OSError:
             continue
         else:
-            return Watch(rank, size, name, Endpoint(hub, secret=known["secret"]))
+            return Watch(rank, size, name, hub=hub, secret=known["secret"])
     store.set(f"unreached/{rank}", "")
     print(
         f"functional_parallel: {name(rank)} cannot connect to {name(0)} at {', '.join(hosts)}, port {known['port']}: "
@@ -208,7 +208,7 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
         file=sys.stderr,
         flush=True,
     )
-    watch = Watch(rank, size, name, Endpoint())
+    watch = Watch(rank, size, name)
     watch.here.set()
     return watch
 

@@ -10,15 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from ..calls import CURRENT, Lost, Wait
+from ..calls import CURRENT, Lost, NamedWait
 from .board import Board, after_leaving
 from .connections import shut_down
-from .lines import Closed, Line
+from .lines import Line
 
-__all__ = ["Endpoint", "Name", "Watch", "missing_text", "report_missing"]
+__all__ = ["Name", "Watch", "missing_text", "report_missing"]
 
 Name = Callable[[int], str]  # returns a rank's name in messages
 
@@ -30,23 +29,23 @@ _REPORT_EVERY = 30.0
 _EXIT_CODE = 1
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """One rank's end of the connections between rank 0 and the others. It is empty if the rank cannot connect."""
-
-    hub: socket.socket | None = None  # the connection to rank 0, on other ranks
-    listener: socket.socket | None = None  # the socket that others connect to, on rank 0
-    secret: str = ""  # a word that every rank knows, sent first
-    unreached: Callable[[list[int]], list[int]] = lambda ranks: []  # on rank 0: ranks that cannot connect, unwatched
-
-
 class Watch:
-    """Watches the ranks of torch.distributed from a thread."""
+    """Watches the ranks of torch.distributed from a thread. Without a hub or a listener, the rank cannot connect."""
 
-    def __init__(self, rank: int, size: int, name: Name, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        name: Name,
+        *,
+        hub: socket.socket | None = None,  # the connection to rank 0, on other ranks
+        listener: socket.socket | None = None,  # the socket that others connect to, on rank 0
+        secret: str = "",  # a word that every rank knows, sent first
+        unreached: Callable[[list[int]], list[int]] = lambda ranks: [],  # on rank 0: ranks that cannot connect
+    ) -> None:
         self.rank, self.size, self._name = rank, size, name
-        self._hub = None if endpoint.hub is None else Line(endpoint.hub)
-        self._listener, self._secret, self._unreached = endpoint.listener, endpoint.secret, endpoint.unreached
+        self._hub = None if hub is None else Line(hub)
+        self._listener, self._secret, self._unreached = listener, secret, unreached
         self._board, self._lines, self._strangers = Board(size), dict[int, Line](), list[Line]()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -61,7 +60,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="functional_parallel watch", daemon=True)
         CURRENT.learn, CURRENT.wake = self.learn, self.wake
         if self._hub is not None:
-            self._hub.send({"hello": rank, "secret": endpoint.secret})
+            self._hub.send({"hello": rank, "secret": secret})
         self._board.arrives(0)
         self._thread.start()
 
@@ -74,15 +73,12 @@ class Watch:
 
     def learn(self, seconds: float) -> None:
         """Wait until a rank is known to have ended, or for this many seconds."""
+        seconds = seconds if self._thread.is_alive() else 0
         with self._news:
-            self._news.wait_for(self._knows, seconds if self._thread.is_alive() else 0)
+            self._news.wait_for(lambda: CURRENT.gone or CURRENT.left or CURRENT.lost or self._is_over, seconds)
 
     def missing(self, seconds: float) -> str:
-        """Return a sentence about the ranks that have not arrived after this time."""
         return missing_text(self.absent, self.size, seconds, self._name)
-
-    def _knows(self) -> bool:
-        return bool(CURRENT.gone or CURRENT.left or CURRENT.lost or self._is_over)
 
     def leave(self, error: str = "") -> None:
         """Report to the other ranks that this process ends, normally or by an error, and stop watching."""
@@ -159,7 +155,7 @@ class Watch:
         self._strangers.remove(line)
         try:
             hello, *others = line.read() or [{}]
-        except Closed:
+        except ConnectionError:
             hello, others = {}, []
         rank = hello.get("hello")
         if hello.get("secret") != self._secret or not isinstance(rank, int) or rank in self._lines:
@@ -187,7 +183,7 @@ class Watch:
     def _read_rank(self, rank: int, line: Line) -> None:
         try:
             self._hear(rank, line.read())
-        except Closed:
+        except ConnectionError:
             del self._lines[rank]
             line.close()
             if not self._board.has_left(rank):
@@ -220,7 +216,7 @@ class Watch:
     def _read_hub(self, hub: Line) -> None:
         try:
             messages = hub.read()
-        except Closed:
+        except ConnectionError:
             hub.close()
             self._hub = None
             self._is_over = True
@@ -295,7 +291,7 @@ class Watch:
         return None
 
 
-def _position(on: Wait) -> dict[str, Any]:
+def _position(on: NamedWait) -> dict[str, Any]:
     return {
         "me": on.me,
         "ranks": list(on.ranks),
@@ -306,17 +302,15 @@ def _position(on: Wait) -> dict[str, Any]:
 
 
 def report_missing(text: str) -> None:
-    """Write on stderr which ranks have not arrived."""
     print(f"functional_parallel: {text}", file=sys.stderr, flush=True)
 
 
 def missing_text(missing: list[int], size: int, seconds: float, name: Name) -> str:
-    """Return a sentence about ranks that have not arrived."""
     told = ", ".join(map(name, missing[:16])) + (", …" if len(missing) > 16 else "")
     return f"{len(missing)} of {size} ranks did not arrive in {seconds:.0f} s: {told}"
 
 
-def _end_process(on: Wait, seconds: float) -> None:
+def _end_process(on: NamedWait, seconds: float) -> None:
     """Write the error on stderr and end the process, for a wait that does not end by an error."""
     with suppress(Exception):
         error = on.failure(seconds)

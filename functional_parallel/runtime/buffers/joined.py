@@ -1,0 +1,58 @@
+"""Tensors of several ranks: joined without a copy if they are adjacent in memory, and summed in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_bytes", "cat_or_view", "flat_if_adjacent", "from_bytes", "ordered_sum"]
+
+
+def cat_or_view(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return `torch.cat(parts, dim)`, without a copy if the tensors are adjacent in memory."""
+    first = parts[0]
+    flat = flat_if_adjacent(parts) if first.shape[:dim].numel() == 1 else None
+    if flat is None:
+        return torch.cat(tuple(parts), dim)
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return flat.view(shape)
+
+
+def flat_if_adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return a flat view of contiguous tensors that are adjacent in memory, like slices of one buffer; else None."""
+    storage, end = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != storage or part.storage_offset() != end or not part.is_contiguous():
+            return None
+        end += part.numel()
+    return parts[0].as_strided((end - parts[0].storage_offset(),), (1,))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """View a tensor as flat bytes, for collectives that do not add: every backend then supports every dtype."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(buffer: Tensor, like: Tensor) -> Tensor:
+    """View bytes as flat values with the dtype of `like`."""
+    return buffer.contiguous().view(like.dtype)
+
+
+def ordered_sum(parts: Sequence[Tensor], out: Tensor, accumulated: torch.dtype | None = None) -> Tensor:
+    """Sum tensors of one shape and dtype sequentially, in the order of `collectives.group` and so with identical bits.
+
+    `out` may be one of them. There are at least two.
+    """
+    if accumulated is not None and accumulated != parts[0].dtype:
+        total = torch.add(parts[0].to(accumulated), parts[1])
+        for part in parts[2:]:
+            total += part
+        return out.copy_(total)
+    disturbs = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
+    total = torch.add(parts[0], parts[1], out=torch.empty_like(out) if disturbs else out)
+    for part in parts[2:]:
+        total += part
+    return out.copy_(total) if disturbs else out
