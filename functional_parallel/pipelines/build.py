@@ -13,7 +13,7 @@ from sharding_specs import Mesh
 from ..collectives import DimSplit
 from ..errors import PipelineError
 from ..functions import Layout, Request
-from ..ir import Traced, info, operands_of, primitive_name, set_info, source_of
+from ..ir import Traced, info, operands_of, primitive_name, reached, set_info, source_of
 from ..passes import CASTS, RecomputeCheap, microbatch_dim, names_axis
 from ..program import Program
 from ..schedules import Schedule
@@ -194,14 +194,8 @@ class _PipelineBuilder:
 
     def _inputs_below(self, taken: set[fx.Node]) -> set[fx.Node]:
         """Return the step's inputs that the given values depend on before the pipeline fills."""
-        found: set[fx.Node] = set()
-        pending = [node for node in taken if self.roles.scope(node) != "stage"]
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                pending += operands_of(node)
-        return {node for node in found if node.op == "placeholder"}
+        outside = (node for node in taken if self.roles.scope(node) != "stage")
+        return {node for node in reached(outside, operands_of) if node.op == "placeholder"}
 
 
 def classify_ops(program: Program, virtual: str, inlined: set[fx.Node]) -> OpRoles:

@@ -99,7 +99,7 @@ def _by_layers(
         )
     found, last = {}, 0
     for node in forward:
-        for parameter in _weights(node, roles):
+        for parameter in roles.parameters_of(operands_of(node)):
             path = info(parameter).param_path
             if path in lengths:
                 last = max(last, stage_of_layer(path, lengths, stages))
@@ -129,23 +129,11 @@ def _costs(forward: Sequence[fx.Node], roles: OpRoles, balance: str, mesh: Mesh)
     seen: set[fx.Node] = set()
     found = []
     for node in forward:
-        parameters = [o for o in _weights(node, roles) if o not in seen]
+        parameters = [o for o in roles.parameters_of(operands_of(node)) if o not in seen]
         seen.update(parameters)
         is_kept = isinstance(info(node).val, Aval) and any(user in roles.backward for user in node.users)
         kept = info(node).aval.nbytes if is_kept else 0
         found.append(float(kept + sum(info(o).aval.nbytes for o in parameters)))
-    return found
-
-
-def _weights(node: fx.Node, roles: OpRoles) -> list[fx.Node]:
-    """Return the parameters that an op uses, directly or through ops that run once per step, like casts and views."""
-    pending, found = operands_of(node), []
-    while pending:
-        value = pending.pop()
-        if value.op == "placeholder" and info(value).is_parameter:
-            found.append(value)
-        elif roles.of.get(value) is OpRole.ONCE:
-            pending += operands_of(value)
     return found
 
 

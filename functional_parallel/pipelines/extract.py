@@ -11,7 +11,7 @@ from torch import fx
 from sharding_specs import Mesh, P
 
 from ..collectives import Type
-from ..ir import NodeInfo, Traced, axes_of_nodes, info, operands_of, set_info, update_info
+from ..ir import NodeInfo, Traced, axes_of_nodes, info, operands_of, reached, set_info, update_info
 from ..program import Program
 
 __all__ = ["Extractor", "Subprogram"]
@@ -75,15 +75,11 @@ class Extractor:
 
     def closure(self, nodes: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
         """Return the ops together with the ops that are repeated for them."""
-        found: set[fx.Node] = set()
-        pending = list(nodes)
-        while pending:
-            node = pending.pop()
-            if node in found:
-                continue
-            found.add(node)
-            pending += [o for o in operands_of(node) if o.op == "call_function" and o not in given and self.inline(o)]
-        return found
+
+        def repeated(node: fx.Node) -> list[fx.Node]:
+            return [o for o in operands_of(node) if o.op == "call_function" and o not in given and self.inline(o)]
+
+        return set(reached(nodes, repeated))
 
     def _copied(
         self,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..errors import PipelineError
-from ..ir import Aval, info, operands_of, primitive_name
+from ..ir import Aval, info, operands_of, primitive_name, reached
 from ..passes import combine_op
 from ..program import Program
 from .extract import Extractor, Subprogram
@@ -148,16 +148,14 @@ class StageBuilder:
                 )
         return found
 
-    def _operands(self, node: fx.Node) -> list[fx.Node]:
+    def _operands(self, node: fx.Node) -> Collection[fx.Node]:
         """Return all values that an op reads, including the operands of ops that are repeated for it."""
-        found: dict[fx.Node, None] = {}
-        pending = operands_of(node)
-        while pending:
-            value = pending.pop()
-            found.setdefault(value)
-            if value not in self.stage and value.op == "call_function" and self.extractor.inline(value):
-                pending += operands_of(value)
-        return list(found)
+
+        def operands_of_repeated(value: fx.Node) -> list[fx.Node]:
+            is_repeated = value not in self.stage and value.op == "call_function" and self.extractor.inline(value)
+            return operands_of(value) if is_repeated else []
+
+        return reached(operands_of(node), operands_of_repeated)
 
     def _build(self, index: int, kinds: Collection[str]) -> Stage:
         beside = self._residuals_beside(index, self._of_kind(index, "F"))
