@@ -8,7 +8,6 @@ from .epilogue_graph import EpilogueInput
 from .execution import AsyncRankExecutor, Executor, RankExecutor, RunProgram, ScheduleRunner, slices_of
 from .extract import Subprogram
 from .memory import PIPELINE_KINDS, PipelineMemory
-from .names import forget_ops, names_in
 from .program import PipelineProgram
 from .roles import OpRole, OpRoles
 from .stacks import StackedLayers, Stacks, stacks_of, unstacked
@@ -42,8 +41,6 @@ __all__ = [
     "build_stages",
     "classify_ops",
     "finest",
-    "forget_ops",
-    "names_in",
     "pipeline_of",
     "slices_of",
     "stacks_of",

@@ -183,9 +183,8 @@ class _PipelineBuilder:
                 wanted.append((node, None))
             elif scope == "microbatch":
                 wanted += [(node, microbatch) for microbatch in self._microbatches_of(rank)]
-        name = f"{self.program.name}: before the pipeline, rank {rank}"
-        builder = PrologueBuilder(self.roles, self.extractor, self.program.in_specs, self.parts, wanted, name)
-        return builder.build()
+        builder = PrologueBuilder(self.roles, self.extractor, self.program.in_specs, self.parts, wanted)
+        return builder.build(f"{self.program.name}: before the pipeline, rank {rank}")
 
     def _microbatches_of(self, rank: int) -> list[int]:
         depth, each = self.schedule.depth, self.schedule.microbatches_of_chain

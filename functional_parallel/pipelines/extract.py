@@ -11,7 +11,7 @@ from torch import fx
 from sharding_specs import Mesh, P
 
 from ..collectives import Type
-from ..ir import NodeInfo, Traced, axes_of_nodes, info, operands_of, reached, set_info, update_info
+from ..ir import Traced, axes_of_nodes, info, operands_of, reached, set_info, update_info
 from ..program import Program
 
 __all__ = ["Extractor", "Subprogram"]
@@ -101,7 +101,7 @@ class Extractor:
                     values[operand] = new.graph.get_attr(operand.target)
             values[node] = new.graph.node_copy(node, values.__getitem__)
         for old, copy in values.items():
-            set_info(copy, self.clean(info(old)))
+            self.with_info_of(old, copy)
         new.outputs = [values[node] for node in outputs]
         for place, (total, add) in enumerate(added, len(outputs) - len(added)):
             made = new.outputs[place]
@@ -111,22 +111,36 @@ class Extractor:
             set_info(new.outputs[place], info(made))
             update_info(values[total], val=info(made).val, type=info(made).type)
         new.seal()
-        program = Program(
-            new,
-            mesh=self.mesh,
-            in_specs=[self.spec(node) for node in taken],
-            out_specs=[self.spec(node) for node in outputs],
-            in_paths=[str(info(node).path or node.name) for node in taken],
-            out_paths=[node.name for node in outputs],
-            name=name,
-        )
-        program.cache["doing"] = f"runs {program.name}"  # the ranks compare the entire pipeline once
+        in_specs = [self.spec(node) for node in taken]
+        program = self.program(new, name, taken, in_specs, outputs, [node.name for node in outputs])
         return Subprogram(program, tuple(taken), tuple(outputs))
 
-    def clean(self, known: NodeInfo) -> NodeInfo:
-        """Return the facts about a value that are valid outside the full graph."""
-        kept = replace(known, forward_node=None, donated=False, updated_output=None)
-        if kept.type is None:
-            return kept
-        here = Type({axis: state for axis, state in kept.type.items() if axis != self.hidden})
-        return replace(kept, type=self._types.setdefault(here, here))
+    def program(
+        self,
+        traced: Traced,
+        name: str,
+        inputs: Sequence[fx.Node],
+        in_specs: list[P],
+        outputs: Sequence[fx.Node],
+        out_paths: list[str],
+    ) -> Program:
+        """Return a graph as a program that computes `outputs` from `inputs`."""
+        return Program(
+            traced,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=[self.spec(node) for node in outputs],
+            in_paths=[str(info(node).path or node.name) for node in inputs],
+            out_paths=out_paths,
+            name=name,
+            cache={"doing": f"runs {name}"},  # the ranks compare the entire pipeline once
+        )
+
+    def with_info_of(self, value: fx.Node, new: fx.Node) -> fx.Node:
+        """Record for a node outside the full graph the facts about a value that are valid there. Return the node."""
+        kept = replace(info(value), forward_node=None, donated=False, updated_output=None)
+        if kept.type is not None:
+            here = Type({axis: state for axis, state in kept.type.items() if axis != self.hidden})
+            kept = replace(kept, type=self._types.setdefault(here, here))
+        set_info(new, kept)
+        return new

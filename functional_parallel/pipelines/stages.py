@@ -16,7 +16,6 @@ from torch import fx
 from ..errors import PipelineError
 from ..ir import Aval, info, operands_of, primitive_name, reached
 from ..passes import combine_op
-from ..program import Program
 from .extract import Extractor, Subprogram
 from .roles import OpRole, OpRoles, is_view
 
@@ -35,10 +34,9 @@ class ActionPrograms:
     totals: dict[fx.Node, Subprogram]  # the sums of the last outputs, in order, each with a program that only adds
 
     @property
-    def programs(self) -> list[Program]:
-        """All distinct programs."""
-        parts = (self.first, self.following, *self.totals.values())
-        return list(dict.fromkeys(part.program for part in parts))
+    def parts(self) -> tuple[Subprogram, ...]:
+        """All distinct programs, with their inputs and outputs."""
+        return tuple(dict.fromkeys((self.first, self.following, *self.totals.values())))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from .actions import Action, Schedule, Versions
 from .domain import ranks_of, require
-from .one_f_one_b import one_f_one_b
+from .one_stage import one_f_one_b
 
 __all__ = ["pipedream", "two_bw"]
 

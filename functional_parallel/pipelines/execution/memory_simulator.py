@@ -22,8 +22,7 @@ from ..extract import Subprogram
 from ..memory import PIPELINE_KINDS, PipelineMemory
 from ..stages import Stage
 from ..structure import PipelineStructure
-from .async_executor import AsyncRankExecutor
-from .executor import Executor
+from .async_executor import AsyncRankExecutor, Executor
 from .rank_executor import RankExecutor
 from .schedule_runner import ScheduleRunner, slices_of
 

@@ -11,7 +11,7 @@ from ...ir import Aval, info
 from ...schedules import Action, Receive, Send, messages
 from ..epilogue import Transfer
 from ..structure import PipelineStructure
-from .executor import Executor
+from .async_executor import Executor
 from .rank_executor import RankExecutor
 
 __all__ = ["Mailbox", "ScheduleRunner", "slices_of"]
