@@ -150,7 +150,6 @@ class _PipelineBuilder:
                 )
 
     def _notes(self) -> tuple[str, ...]:
-        """Return a note about the composition of the batch."""
         mesh, axis = self.program.mesh, self.plan.virtual
         for node, spec in zip(self.traced.inputs, self.program.in_specs, strict=True):
             if node in self.cut_dims:

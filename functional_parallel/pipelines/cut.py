@@ -167,13 +167,8 @@ def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[f
             f"the model's forward can be cut into at most {count(len(places) + 1, 'stage')}, and the schedule has "
             f"{stages}; take fewer ranks or chunks"
         )
-    bounds = [*bounds_of(places, costs, stages), len(forward)]
-    found, stage = {}, 0
-    for index, node in enumerate(forward):
-        while index >= bounds[stage]:
-            stage += 1
-        found[node] = stage
-    return found
+    bounds = bounds_of(places, costs, stages)
+    return {node: bisect_right(bounds, index) for index, node in enumerate(forward)}
 
 
 def bounds_of(places: dict[int, int], costs: list[float], stages: int) -> list[int]:
@@ -182,18 +177,14 @@ def bounds_of(places: dict[int, int], costs: list[float], stages: int) -> list[i
     Every stage costs something if such a cut exists. Otherwise each op gets a small additional cost, so that stages
     that cost nothing are spread over the ops.
     """
-    sums = _sums(costs)
+    sums = [0.0, *itertools.accumulate(costs)]
     cuts = _least(places, sums, stages)
     if cuts is None:
         small = (sums[-1] or 1.0) * _FREE / len(costs)
-        sums = _sums([cost + small for cost in costs])
+        sums = [0.0, *itertools.accumulate(cost + small for cost in costs)]
         cuts = _least(places, sums, stages)
         assert cuts is not None, "there is a place for every stage"
     return _evened(cuts, places, sums)
-
-
-def _sums(costs: list[float]) -> list[float]:
-    return [0.0, *itertools.accumulate(costs)]
 
 
 def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[int]:

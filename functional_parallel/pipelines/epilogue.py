@@ -98,6 +98,7 @@ class EpilogueBuilder:
             for target in sorted(self.wanted[node] - self.at[node]):
                 source = min(self.at[node])
                 exchanges[self.level[node, source]].append(Transfer(node, source, target))
+        self.sent = {(each.node, each.source) for level in exchanges for each in level}
         parts = tuple({r: p for r in sorted(self.ranks) if (p := self._part(r, level))} for level in range(self.count))
         outputs = tuple(self.traced.outputs)
         return Epilogue(
@@ -114,13 +115,12 @@ class EpilogueBuilder:
         nodes = [node for node in self.traced.nodes if self.level.get((node, rank)) == level]
         if not nodes:
             return None
-        members, sent = set(nodes), {node for node in self.traced.graph.nodes if self._is_sent(node, rank)}
         leaving = [
             node
             for node in nodes
             if node in self.traced.outputs
-            or node in sent
-            or any(self._uses_later(u, rank, members) for u in node.users)
+            or (node, rank) in self.sent
+            or any(self.level.get((user, rank), level) > level for user in node.users)
         ]
         part = self.extractor.part(nodes, leaving, f"{self.name}: after the pipeline, rank {rank}, level {level}")
         self._donate(part, rank, level)
@@ -140,15 +140,8 @@ class EpilogueBuilder:
         if given is None or given.kind != "input" or not info(given.node).donated or given.node in self.kept:
             return False
         aliases = aliases_of(node)
-        users = [user for alias in aliases for user in alias.users if user.op != "output" and rank in self.at[user]]
         return (
             not any(alias in self.traced.outputs for alias in aliases)
             and not any(self.wanted[alias] - self.at[alias] for alias in aliases)
-            and all(self.level[user, rank] <= level for user in users)
+            and all(self.level.get((user, rank), 0) <= level for alias in aliases for user in alias.users)
         )
-
-    def _is_sent(self, node: fx.Node, rank: int) -> bool:
-        return min(self.at.get(node, ()), default=-1) == rank and bool(self.wanted[node] - self.at[node])
-
-    def _uses_later(self, user: fx.Node, rank: int, members: set[fx.Node]) -> bool:
-        return user.op != "output" and rank in self.at[user] and user not in members

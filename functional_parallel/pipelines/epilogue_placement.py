@@ -75,7 +75,7 @@ class EpiloguePlacement:
         if kind == "collected":
             return frozenset({self.rank_of_collected(value, which)})
         if kind == "input" and info(value).is_parameter:
-            return frozenset(rank for rank, inputs in enumerate(self.used) if value in inputs) or None
+            return self._users_of(node) or None
         return None
 
     def _meeting(self, node: fx.Node) -> RankSet | None:

@@ -68,7 +68,7 @@ class _Priced:
     def _timeline(self) -> Timeline:
         stages = range(self.schedule.stages)
         apart = any(kind == "I" for kind, _ in self.works)
-        sizes = [self._size(Action("F", stage, 0)) if self.schedule.after(stage) is not None else 0 for stage in stages]
+        sent = [self.program.message(Action("F", stage, 0)) for stage in stages]  # nothing from the last stage
         return simulate(
             self.schedule,
             Costs(
@@ -76,7 +76,7 @@ class _Priced:
                 input_gradient=[self._seconds("I" if apart else "B", stage) for stage in stages],
                 weight_gradient=[self._seconds("W", stage) for stage in stages],
                 latency=self.link.alpha,
-                message=sizes,
+                message=[sum(info(node).aval.nbytes for node in nodes) for nodes in sent],
                 bandwidth=1 / self.link.beta,
             ),
         )
@@ -84,9 +84,6 @@ class _Priced:
     def _seconds(self, kind: str, stage: int) -> float:
         found = self.works.get((kind, stage % self.schedule.depth))
         return 0.0 if found is None else found.seconds
-
-    def _size(self, action: Action) -> int:
-        return sum(info(node).aval.nbytes for node in self.program.message(action))
 
     def _ending(self) -> float:
         """Return the seconds of the epilogue: all levels, once per update. Asynchronous pipelines update often."""

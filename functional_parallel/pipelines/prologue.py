@@ -55,7 +55,6 @@ class PrologueBuilder:
         self._drop_unused()
 
     def build(self, name: str) -> Prologue:
-        """Return the program with its inputs and outputs."""
         in_specs = [self.in_specs[node].without({self.roles.axis}) for node in self.inputs]
         outputs = [node for node, _ in self.outputs]
         paths = [node.name if m is None else f"{node.name} of microbatch {m}" for node, m in self.outputs]
@@ -73,7 +72,6 @@ class PrologueBuilder:
         return node, microbatch if node in self.roles.varying else None
 
     def _needed(self, key: PrologueOutput) -> list[PrologueOutput]:
-        """Return the values that the value of `key` is computed from."""
         node, microbatch = key
         if self.roles.rounds.is_barrier(node):
             return [self._key(node.args[0], each) for each in self.parts]

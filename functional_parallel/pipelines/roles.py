@@ -98,11 +98,9 @@ class OpRoles:
         return OpRole.STAGED if node in self.on_parameters or node in self.backward else OpRole.LOCAL
 
     def _check_early(self) -> None:
-        found = [
-            node
-            for node, role in self.of.items()
-            if role is OpRole.EARLY and node in self.on_parameters and not self._is_slice_of_shared(node)
-        ]
+        early = [node for node, role in self.of.items() if role is OpRole.EARLY and node in self.on_parameters]
+        # A slice of a value that is computed once per step does not wait for other microbatches.
+        found = [n for n in early if primitive_name(n) != "pscatter" or self.of.get(n.args[0]) is not OpRole.ONCE]
         if not found:
             return
         barrier = next((node for node in found if self.rounds.is_barrier(node)), found[-1])
@@ -119,10 +117,6 @@ class OpRoles:
             return ""
         paths = " and ".join(str(info(node).path or node.name) for node in gathered)
         return f". It is computed of {paths}: if that has no samples, say with batch= that it is not to be cut"
-
-    def _is_slice_of_shared(self, node: fx.Node) -> bool:
-        """Whether `node` slices a value that is computed once per step. It does not wait for other microbatches."""
-        return primitive_name(node) == "pscatter" and self.of.get(node.args[0]) is OpRole.ONCE
 
     def parameters_of(self, values: Iterable[fx.Node]) -> list[fx.Node]:
         """Return the parameters that values are, or are computed from by ops that run once per step, like casts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -39,16 +39,16 @@ class ActionPrograms:
         return tuple(dict.fromkeys((self.first, self.following, *self.totals.values())))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stage:
     """Stage of the model."""
 
     index: int
-    works: dict[str, ActionPrograms] = field(default_factory=dict)  # by kind of action: "F", "I", "W" and "B"
-    sends_forward: tuple[fx.Node, ...] = ()  # to the next stage after a forward
-    sends_backward: tuple[fx.Node, ...] = ()  # to the previous stage after a backward
-    after_forward: frozenset[fx.Node] = frozenset()  # saved for the backward
-    after_input: frozenset[fx.Node] = frozenset()  # saved for the weight gradient after the input gradient
+    works: dict[str, ActionPrograms]  # by kind of action: "F", "I", "W" and "B"
+    sends_forward: tuple[fx.Node, ...]  # to the next stage after a forward
+    sends_backward: tuple[fx.Node, ...]  # to the previous stage after a backward
+    after_forward: frozenset[fx.Node]  # saved for the backward
+    after_input: frozenset[fx.Node]  # saved for the weight gradient after the input gradient
 
     def sends(self, kind: str) -> tuple[fx.Node, ...]:
         """Return the values sent to a neighbouring stage after an action of this kind."""
@@ -72,12 +72,10 @@ class StageBuilder:
         self.needed = self._needed()
 
     def build(self, kinds: Collection[str]) -> list[Stage]:
-        """Return all stages in order, with the programs for these kinds of actions."""
         return [self._build(index, kinds) for index in range(self.count)]
 
     @property
     def has_backward(self) -> bool:
-        """Whether any staged op belongs to the backward."""
         return any(node in self.roles.backward for node in self.stage)
 
     def _collected(self) -> set[fx.Node]:
@@ -158,16 +156,14 @@ class StageBuilder:
     def _build(self, index: int, kinds: Collection[str]) -> Stage:
         beside = self._residuals_beside(index, self._of_kind(index, "F"))
         works = {kind: self._work(index, kind, beside) for kind in "FBIW" if kind == "F" or kind in kinds}
-        stage = Stage(index, works)
-        stage.sends_forward = self._crossing(index, index + 1, up=True)
-        stage.sends_backward = self._crossing(index, index - 1, up=False)
-        taken = {kind: set(work.first.inputs) for kind, work in works.items() if kind != "F"}
-        stage.after_input = frozenset(self._own(taken.get("W", set()), beside))
-        stage.after_forward = frozenset(self._own(set().union(*taken.values()), beside) | set(stage.sends_backward))
-        return stage
-
-    def _own(self, values: set[fx.Node], beside: set[fx.Node]) -> set[fx.Node]:
-        return {value for value in values if value in self.stage or value in beside}
+        forward, backward = self._crossing(index, index + 1, up=True), self._crossing(index, index - 1, up=False)
+        saved = {
+            kind: frozenset(value for value in work.first.inputs if value in self.stage or value in beside)
+            for kind, work in works.items()
+            if kind != "F"
+        }
+        after_forward = frozenset(backward).union(*saved.values())
+        return Stage(index, works, forward, backward, after_forward, saved.get("W", frozenset()))
 
     def _of_kind(self, index: int, kind: str) -> list[fx.Node]:
         return [node for node in self.members[index] if self._kind(node) == kind]

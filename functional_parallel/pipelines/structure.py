@@ -11,7 +11,7 @@ from torch import fx
 
 from ..ir import forget_rewrites, info
 from ..program import BaseProgram, Program
-from ..schedules import Action, Schedule
+from ..schedules import Action, Schedule, receiving_stage
 from .epilogue import Epilogue
 from .extract import Subprogram
 from .prologue import Prologue
@@ -48,9 +48,7 @@ class PipelineStructure(BaseProgram):
 
     def neighbour(self, action: Action) -> int | None:
         """Return the stage that receives the values of an action; None without a receiver."""
-        if action.kind == "W":
-            return None
-        return self.schedule.after(action.stage) if action.kind == "F" else self.schedule.before(action.stage)
+        return receiving_stage(self.schedule, action)
 
     def message(self, action: Action) -> tuple[fx.Node, ...]:
         """Return the values that an action sends to its neighbour."""
@@ -65,13 +63,9 @@ class PipelineStructure(BaseProgram):
 
     def awaited(self, action: Action) -> list[Action]:
         """Return the actions of neighbouring stages that an action may wait for."""
-        if action.kind == "F":
-            before = self.schedule.before(action.stage)
-            return [] if before is None else [Action("F", before, action.microbatch)]
-        after = self.schedule.after(action.stage)
-        if action.kind == "W" or after is None:
-            return []
-        return [Action(kind, after, action.microbatch) for kind in "BI"]
+        kinds = {"F": "F", "W": ""}.get(action.kind, "BI")
+        other = self.schedule.before(action.stage) if kinds == "F" else self.schedule.after(action.stage)
+        return [] if other is None else [Action(kind, other, action.microbatch) for kind in kinds]
 
     def programs(self) -> Iterator[tuple[Program, int]]:
         """Yield every program with its number of runs in a step, over all ranks of the pipeline."""

@@ -9,6 +9,7 @@ from .actions import count as count
 from .asynchronous import pipedream, two_bw
 from .automatic import zb_auto
 from .check import check, kept_versions, peaks
+from .dependencies import receiving_stage as receiving_stage
 from .dependencies import replay as replay
 from .dualpipe import dualpipe, dualpipe_v
 from .interleaved import breadth_first, interleaved

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from .actions import Action, Schedule
 
-__all__ = ["gradients_of_input", "replay", "replay_groups", "waits_for"]
+__all__ = ["gradients_of_input", "receiving_stage", "replay", "replay_groups", "waits_for"]
 
 
 def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: Action) -> list[Action]:
@@ -21,6 +21,13 @@ def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: 
     after = schedule.after(stage)
     own = Action("F", stage, microbatch)
     return [own] if after is None else [Action(kinds.get((after, microbatch), "B"), after, microbatch), own]
+
+
+def receiving_stage(schedule: Schedule, action: Action) -> int | None:
+    """Return the stage that receives the result of an action. None without a receiver."""
+    if action.kind == "W":
+        return None
+    return schedule.after(action.stage) if action.kind == "F" else schedule.before(action.stage)
 
 
 def gradients_of_input(schedule: Schedule) -> dict[tuple[int, int], str]:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .actions import ACTION_KINDS, Action
+from .actions import ACTION_KINDS
 from .simulate import Event, Timeline
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ def timeline_text(timeline: Timeline, unit: float | None = None) -> str:
     named = timeline.schedule.stages > timeline.schedule.ranks
     columns = round(timeline.makespan / unit)
     lines, digits = [], len(str(timeline.schedule.ranks - 1))
-    labels = {event: _label(event.action, named) for row in timeline.events for event in row}
+    labels = {
+        event: str(event.action) if named else f"{event.action.kind}{event.action.microbatch}"
+        for row in timeline.events
+        for event in row
+    }
     width = max(map(len, labels.values()))
     for rank, row in enumerate(timeline.events):
         cells = ["."] * columns
@@ -65,10 +69,6 @@ def _unit(timeline: Timeline, first: float) -> float:
     scale = math.lcm(*(time.denominator for time in times))
     common = Fraction(math.gcd(*(int(time * scale) for time in times)), scale)
     return max(float(common), timeline.makespan / 200) or 1.0  # any positive unit if no action takes time
-
-
-def _label(action: Action, named: bool) -> str:
-    return str(action) if named else f"{action.kind}{action.microbatch}"
 
 
 def summary(timeline: Timeline) -> str:

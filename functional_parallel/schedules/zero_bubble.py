@@ -68,19 +68,13 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
 def _delayed(r: int, microbatches: int, ahead: int, behind: int, forward_first: bool) -> Iterator[Action]:
     """Yield `ahead` forwards, then alternate forwards and input gradients. W lags I by `behind` microbatches."""
-    forwards = iter(range(microbatches))
-    weights = iter(range(microbatches))
-    for _, m in zip(range(ahead), forwards, strict=False):
-        yield Action("F", r, m)
+    forwards, inputs, weights = ([Action(kind, r, m) for m in range(microbatches)] for kind in "FIW")
+    yield from forwards[:ahead]
     for i in range(microbatches):
-        if forward_first:
-            yield from (Action("F", r, m) for _, m in zip(range(1), forwards, strict=False))
-        yield Action("I", r, i)
-        if i >= behind:
-            yield Action("W", r, next(weights))
-        if not forward_first:
-            yield from (Action("F", r, m) for _, m in zip(range(1), forwards, strict=False))
-    yield from (Action("W", r, m) for m in weights)
+        forward = forwards[ahead + i : ahead + i + 1]
+        gradients = [inputs[i], *weights[max(0, i - behind) : max(0, i - behind + 1)]]
+        yield from (*forward, *gradients) if forward_first else (*gradients, *forward)
+    yield from weights[max(0, microbatches - behind) :]
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:

@@ -61,7 +61,6 @@ class ScheduleRunner:
         self.mail.finish()
 
     def _run_action(self, worker: Executor, action: Action) -> list[Any]:
-        """Run an action; return the values for a neighbour on another rank."""
         program = self.program
         for awaited in program.awaited(action):
             self._take(worker, awaited, action.stage)
