@@ -20,9 +20,8 @@ from ..schedules import Schedule
 from .assign import assign_stages
 from .cheap import recompute_cheap_in_stages
 from .cut import CutSpec, cut_of
-from .epilogue import EpilogueBuilder
+from .epilogue import EpilogueBuilder, EpiloguePlacement
 from .epilogue_graph import EpilogueGraph
-from .epilogue_placement import EpiloguePlacement
 from .extract import Extractor
 from .program import PipelineProgram
 from .prologue import Prologue, PrologueBuilder, PrologueOutput

@@ -54,7 +54,9 @@ class EpilogueGraph:
         inputs = list(self.traced.inputs)
         results = zip(roles.traced.outputs, program.out_specs, strict=True)
         self.traced.outputs = [self._output(output, spec) for output, spec in results]
-        self._seal()
+        self.traced.seal()
+        unused = [node for node in self.traced.inputs if not node.users and self.given[node].kind != "input"]
+        assert not unused, f"nothing uses {unused[0]}"
         self.links = self._links(inputs, program.in_paths, program.out_paths)
 
     def _placeholder(self, given: EpilogueInput, spec: P) -> fx.Node:
@@ -146,11 +148,6 @@ class EpilogueGraph:
 
     def _call(self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], like: fx.Node) -> fx.Node:
         return self.whole.with_info_of(like, self.traced.graph.call_function(target, args))
-
-    def _seal(self) -> None:
-        self.traced.seal()
-        unused = [node for node in self.traced.inputs if not node.users and self.given[node].kind != "input"]
-        assert not unused, f"nothing uses {unused[0]}"
 
     def _links(self, inputs: list[fx.Node], in_paths: Sequence[str], out_paths: Sequence[str]) -> dict[int, fx.Node]:
         """Map the index of each result that replaces an input (new parameter, new moment) to that input."""

@@ -70,8 +70,20 @@ class Extractor:
         order = sorted(members, key=self.position.__getitem__)
         outside = {o for node in order for o in operands_of(node) if o not in members and o.op != "get_attr"}
         outside.update(o for o in wanted if o not in members)
-        inputs = sorted(outside, key=self.position.__getitem__)
-        return self._copied(order, inputs, wanted, name, added)
+        taken = [*sorted(outside, key=self.position.__getitem__), *(total for total, _ in added)]
+        new, values = self._copied(order, taken)
+        new.outputs = [values[node] for node in wanted]
+        for place, (total, add) in enumerate(added, len(wanted) - len(added)):
+            made = new.outputs[place]
+            new.outputs[place] = new.graph.call_function(add, (values[total], made))
+            if made.op == "call_function":  # add immediately to limit live summands
+                made.append(new.outputs[place])
+            set_info(new.outputs[place], info(made))
+            update_info(values[total], val=info(made).val, type=info(made).type)
+        new.seal()
+        in_specs = [self.spec(node) for node in taken]
+        program = self.program(new, name, taken, in_specs, wanted, [node.name for node in wanted])
+        return Subprogram(program, tuple(taken), tuple(wanted))
 
     def closure(self, nodes: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
         """Return the ops together with the ops that are repeated for them."""
@@ -81,18 +93,10 @@ class Extractor:
 
         return set(reached(nodes, repeated))
 
-    def _copied(
-        self,
-        order: list[fx.Node],
-        inputs: list[fx.Node],
-        outputs: list[fx.Node],
-        name: str,
-        added: Sequence[tuple[fx.Node, Any]],
-    ) -> Subprogram:
+    def _copied(self, order: list[fx.Node], inputs: list[fx.Node]) -> tuple[Traced, dict[fx.Node, fx.Node]]:
         new = Traced(fx.Graph(), constants=self.traced.constants)
         values: dict[fx.Node, fx.Node] = {}
-        taken = [*inputs, *(total for total, _ in added)]
-        for node in taken:
+        for node in inputs:
             values[node] = new.graph.placeholder(node.name)
             new.inputs.append(values[node])
         for node in order:
@@ -102,18 +106,7 @@ class Extractor:
             values[node] = new.graph.node_copy(node, values.__getitem__)
         for old, copy in values.items():
             self.with_info_of(old, copy)
-        new.outputs = [values[node] for node in outputs]
-        for place, (total, add) in enumerate(added, len(outputs) - len(added)):
-            made = new.outputs[place]
-            new.outputs[place] = new.graph.call_function(add, (values[total], made))
-            if made.op == "call_function":  # add immediately to limit live summands
-                made.append(new.outputs[place])
-            set_info(new.outputs[place], info(made))
-            update_info(values[total], val=info(made).val, type=info(made).type)
-        new.seal()
-        in_specs = [self.spec(node) for node in taken]
-        program = self.program(new, name, taken, in_specs, outputs, [node.name for node in outputs])
-        return Subprogram(program, tuple(taken), tuple(outputs))
+        return new, values
 
     def program(
         self,

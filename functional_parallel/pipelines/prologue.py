@@ -37,12 +37,7 @@ class PrologueBuilder:
     """Builds the program that computes some values, each for one microbatch or shared by all."""
 
     def __init__(
-        self,
-        roles: OpRoles,
-        extractor: Extractor,
-        in_specs: list[P],
-        parts: DimSplit,
-        wanted: Iterable[PrologueOutput],
+        self, roles: OpRoles, extractor: Extractor, in_specs: list[P], parts: DimSplit, wanted: Iterable[PrologueOutput]
     ) -> None:
         self.roles, self.extractor, self.parts = roles, extractor, parts
         self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
@@ -90,7 +85,9 @@ class PrologueBuilder:
             return self._call(aten.slice.Tensor, (self._made[node, None], dim, *bounds), node)
         name = primitive_name(node)
         if name == "axis_index" and names_axis(node, self.roles.axis):
-            return self._constant(node, microbatch)
+            constant = f"microbatch_{microbatch}"
+            self.new.constants[constant] = torch.tensor(microbatch)
+            return self.extractor.with_info_of(node, self.new.graph.get_attr(constant))
         if name == "pscatter" and names_axis(node, self.roles.axis):
             return self._part(self.value(node.args[0], None), node.args[2], node, microbatch)
         return self._copy(node, microbatch)
@@ -110,11 +107,6 @@ class PrologueBuilder:
     def _part(self, whole: fx.Node, dim: int, node: fx.Node, microbatch: int) -> fx.Node:
         length = info(node).aval.shape[dim]
         return self._call(aten.slice.Tensor, (whole, dim, microbatch * length, (microbatch + 1) * length), node)
-
-    def _constant(self, node: fx.Node, microbatch: int) -> fx.Node:
-        name = f"microbatch_{microbatch}"
-        self.new.constants[name] = torch.tensor(microbatch)
-        return self.extractor.with_info_of(node, self.new.graph.get_attr(name))
 
     def _copy(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         copy = self.new.graph.node_copy(node, lambda operand: self.value(operand, microbatch))

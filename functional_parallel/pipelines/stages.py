@@ -68,7 +68,7 @@ class StageBuilder:
         self.collected = self._collected()
         self._place_the_rest()
         self.members = [[n for n in self.roles.of if self.stage.get(n) == index] for index in range(count)]
-        self.weight = self._weight_gradients()
+        self.weight = {node for index in range(count) for node in self._weight_gradients(index)}
         self.needed = self._needed()
 
     def build(self, kinds: Collection[str]) -> list[Stage]:
@@ -102,16 +102,13 @@ class StageBuilder:
             return "F"
         return "W" if node in self.weight else "I"
 
-    def _weight_gradients(self) -> set[fx.Node]:
-        """Return the backward ops that no other stage waits for.
+    def _weight_gradients(self, index: int) -> set[fx.Node]:
+        """Return the backward ops of a stage that no other stage waits for.
 
         No stage waits for the first stage. There, the set contains the ops that lead to at most one sum. Cheap
         recomputed values belong to the input gradient, because their operands may be freed before the weight gradient.
         """
-        return {n for index, members in enumerate(self.members) for n in self._weights_of(index, members)}
-
-    def _weights_of(self, index: int, members: list[fx.Node]) -> set[fx.Node]:
-        backward = [node for node in members if node in self.roles.backward]
+        backward = [node for node in self.members[index] if node in self.roles.backward]
         leads_to: dict[fx.Node, set[object]] = {}
         for node in reversed(backward):
             found: set[object] = set()

@@ -150,6 +150,7 @@ def plot(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
     columns = 1 if len(timelines) == 1 else 2
@@ -165,7 +166,9 @@ def plot(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
             axes.set_axis_off()
         else:
             _draw(axes, each, until)
-    figure.legend(handles=_legend(timelines), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    there = {event.action.kind for each in timelines for row in each.events for event in row}
+    legend = [Patch(color=_COLORS[kind], label=text) for kind, text in ACTION_KINDS.items() if kind in there]
+    figure.legend(handles=legend, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path)
 
 
@@ -201,10 +204,3 @@ def _draw(axes: Axes, timeline: Timeline, until: float) -> None:
     runs_on = f", until {timeline.makespan:g}" if timeline.makespan > until else ""
     axes.set_title(f"{schedule.title()}: bubble {timeline.bubble_fraction:.1%}, peak {peak:g}{runs_on}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _legend(timelines: Sequence[Timeline]) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    there = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
-    return [Patch(color=_COLORS[kind], label=text) for kind, text in ACTION_KINDS.items() if kind in there]
