@@ -1,5 +1,6 @@
 """Machines for price predictions: the compute of a rank, and the links within and between hosts.
 
+A message takes latency + bytes × time per byte, the α-β model (Hockney, Parallel Computing 20, 1994).
 A collective over n ranks on several hosts has two levels. The first is within every host. The second is between hosts,
 where each rank of a host carries its share (Thakur, Rabenseifner and Gropp, IJHPCA 19, 2005; NCCL's rings and PAT,
 arXiv 2506.20252). With S the bytes of the full value, g ranks of the group on a host and h hosts, it takes
@@ -33,7 +34,7 @@ __all__ = ["HARDWARE", "Hardware", "Line", "group_topology", "hardware_of"]
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds for n bytes: `alpha + beta * n`, the α-β model (Hockney, Parallel Computing 20, 1994).
+    """Seconds for n bytes: `alpha + beta * n`.
 
     >>> print(Line(5e-6, 1 / 50e9))
     5 µs + n / 50.0 GB/s
