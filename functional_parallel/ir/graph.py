@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -29,6 +30,7 @@ __all__ = [
     "named_arguments",
     "operands_of",
     "primitive_name",
+    "reached",
     "source_of",
     "tensor_operands",
     "topological_order",
@@ -163,6 +165,21 @@ def topological_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Conta
         waiting.pop()
         if last not in done:
             yield last
+
+
+def reached(starts: Iterable[K], step: Callable[[K], Iterable[K]]) -> dict[K, None]:
+    """Return `starts` and everything that repeated steps lead to from them, in breadth-first order.
+
+    >>> list(reached([6, 5], lambda number: [number // 2] if number > 1 else []))
+    [6, 5, 3, 2, 1]
+    """
+    found = dict.fromkeys(starts)
+    waiting = deque(found)
+    while waiting:
+        fresh = [each for each in dict.fromkeys(step(waiting.popleft())) if each not in found]
+        found.update(dict.fromkeys(fresh))
+        waiting += fresh
+    return found
 
 
 def named_arguments(op: _torch.Op, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> dict[str, Argument]:

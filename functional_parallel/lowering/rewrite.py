@@ -34,7 +34,7 @@ from ..passes import (
     split_at,
     unroll,
 )
-from ..pipelines import PipelineProgram, accumulate_in_place, build, forget_ops, names_in, pipeline_of
+from ..pipelines import PipelineProgram, accumulate_in_place, build, pipeline_of
 from ..program import UNCUT, Intermediate, Program, keep_phases
 from ..requests import PairPass, Scope, requested_passes
 
@@ -124,7 +124,7 @@ def _pipelined(program: Program, layout: Layout, parts: DimSplit, options: Optio
     for part in list(result.every_program()):
         yield from _finished_part(part, program.backend, of_parts, options)
     yield from _paired(result, layout, options)
-    forget_ops(names_in(result))
+    result.forget_ops()
     for work in (work for stage in result.stages for work in stage.works.values()):
         for part in accumulate_in_place(work) if InPlaceUpdates.name not in options.without else ():
             part.passes += (InPlaceUpdates.name,)
@@ -140,7 +140,8 @@ def _paired(pipeline: PipelineProgram, layout: Layout, options: Options) -> Prog
         if not isinstance(each, PairPass):
             raise TypeError(f"the pass {each.name!r} is requested for pairs of programs, so it must be a PairPass")
         for stage in pipeline.stages:
-            parts = [part for kind in sorted(stage.works, key="FBIW".index) for part in stage.works[kind].programs]
+            works = [stage.works[kind] for kind in sorted(stage.works, key="FBIW".index)]
+            parts = [part.program for work in works for part in work.parts]
             each.run_pair([part.traced for part in parts], pipeline.mesh)
             for part in parts:
                 part.traced.seal()

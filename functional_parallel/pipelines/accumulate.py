@@ -32,10 +32,10 @@ def accumulate_in_place(work: ActionPrograms) -> list[Program]:
                 if _adds_to_input(program, index):
                     program.traced.outputs[index].target = aten.add_.Tensor
                     changed.setdefault(program)
-    for program in work.programs:
-        if fuse_matmul_accumulate(program.traced):
-            program.traced.seal()
-            changed.setdefault(program)
+    for part in work.parts:
+        if fuse_matmul_accumulate(part.program.traced):
+            part.program.traced.seal()
+            changed.setdefault(part.program)
     return list(changed)
 
 

@@ -13,16 +13,15 @@ from sharding_specs import Mesh
 from ..collectives import DimSplit
 from ..errors import PipelineError
 from ..functions import Layout, Request
-from ..ir import Traced, info, operands_of, primitive_name, set_info, source_of
+from ..ir import Traced, info, operands_of, primitive_name, reached, set_info, source_of
 from ..passes import CASTS, RecomputeCheap, microbatch_dim, names_axis
 from ..program import Program
 from ..schedules import Schedule
 from .assign import assign_stages
 from .cheap import recompute_cheap_in_stages
 from .cut import CutSpec, cut_of
-from .epilogue import EpilogueBuilder
+from .epilogue import EpilogueBuilder, EpiloguePlacement
 from .epilogue_graph import EpilogueGraph
-from .epilogue_placement import EpiloguePlacement
 from .extract import Extractor
 from .program import PipelineProgram
 from .prologue import Prologue, PrologueBuilder, PrologueOutput
@@ -150,7 +149,6 @@ class _PipelineBuilder:
                 )
 
     def _notes(self) -> tuple[str, ...]:
-        """Return a note about the composition of the batch."""
         mesh, axis = self.program.mesh, self.plan.virtual
         for node, spec in zip(self.traced.inputs, self.program.in_specs, strict=True):
             if node in self.cut_dims:
@@ -183,9 +181,8 @@ class _PipelineBuilder:
                 wanted.append((node, None))
             elif scope == "microbatch":
                 wanted += [(node, microbatch) for microbatch in self._microbatches_of(rank)]
-        name = f"{self.program.name}: before the pipeline, rank {rank}"
-        builder = PrologueBuilder(self.roles, self.extractor, self.program.in_specs, self.parts, wanted, name)
-        return builder.build()
+        builder = PrologueBuilder(self.roles, self.extractor, self.program.in_specs, self.parts, wanted)
+        return builder.build(f"{self.program.name}: before the pipeline, rank {rank}")
 
     def _microbatches_of(self, rank: int) -> list[int]:
         depth, each = self.schedule.depth, self.schedule.microbatches_of_chain
@@ -194,14 +191,8 @@ class _PipelineBuilder:
 
     def _inputs_below(self, taken: set[fx.Node]) -> set[fx.Node]:
         """Return the step's inputs that the given values depend on before the pipeline fills."""
-        found: set[fx.Node] = set()
-        pending = [node for node in taken if self.roles.scope(node) != "stage"]
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                pending += operands_of(node)
-        return {node for node in found if node.op == "placeholder"}
+        outside = (node for node in taken if self.roles.scope(node) != "stage")
+        return {node for node in reached(outside, operands_of) if node.op == "placeholder"}
 
 
 def classify_ops(program: Program, virtual: str, inlined: set[fx.Node]) -> OpRoles:

@@ -99,7 +99,7 @@ def _by_layers(
         )
     found, last = {}, 0
     for node in forward:
-        for parameter in _weights(node, roles):
+        for parameter in roles.parameters_of(operands_of(node)):
             path = info(parameter).param_path
             if path in lengths:
                 last = max(last, stage_of_layer(path, lengths, stages))
@@ -129,23 +129,11 @@ def _costs(forward: Sequence[fx.Node], roles: OpRoles, balance: str, mesh: Mesh)
     seen: set[fx.Node] = set()
     found = []
     for node in forward:
-        parameters = [o for o in _weights(node, roles) if o not in seen]
+        parameters = [o for o in roles.parameters_of(operands_of(node)) if o not in seen]
         seen.update(parameters)
         is_kept = isinstance(info(node).val, Aval) and any(user in roles.backward for user in node.users)
         kept = info(node).aval.nbytes if is_kept else 0
         found.append(float(kept + sum(info(o).aval.nbytes for o in parameters)))
-    return found
-
-
-def _weights(node: fx.Node, roles: OpRoles) -> list[fx.Node]:
-    """Return the parameters that an op uses, directly or through ops that run once per step, like casts and views."""
-    pending, found = operands_of(node), []
-    while pending:
-        value = pending.pop()
-        if value.op == "placeholder" and info(value).is_parameter:
-            found.append(value)
-        elif roles.of.get(value) is OpRole.ONCE:
-            pending += operands_of(value)
     return found
 
 
@@ -179,13 +167,8 @@ def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[f
             f"the model's forward can be cut into at most {count(len(places) + 1, 'stage')}, and the schedule has "
             f"{stages}; take fewer ranks or chunks"
         )
-    bounds = [*bounds_of(places, costs, stages), len(forward)]
-    found, stage = {}, 0
-    for index, node in enumerate(forward):
-        while index >= bounds[stage]:
-            stage += 1
-        found[node] = stage
-    return found
+    bounds = bounds_of(places, costs, stages)
+    return {node: bisect_right(bounds, index) for index, node in enumerate(forward)}
 
 
 def bounds_of(places: dict[int, int], costs: list[float], stages: int) -> list[int]:
@@ -194,18 +177,14 @@ def bounds_of(places: dict[int, int], costs: list[float], stages: int) -> list[i
     Every stage costs something if such a cut exists. Otherwise each op gets a small additional cost, so that stages
     that cost nothing are spread over the ops.
     """
-    sums = _sums(costs)
+    sums = [0.0, *itertools.accumulate(costs)]
     cuts = _least(places, sums, stages)
     if cuts is None:
         small = (sums[-1] or 1.0) * _FREE / len(costs)
-        sums = _sums([cost + small for cost in costs])
+        sums = [0.0, *itertools.accumulate(cost + small for cost in costs)]
         cuts = _least(places, sums, stages)
         assert cuts is not None, "there is a place for every stage"
     return _evened(cuts, places, sums)
-
-
-def _sums(costs: list[float]) -> list[float]:
-    return [0.0, *itertools.accumulate(costs)]
 
 
 def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[int]:

@@ -9,6 +9,7 @@ needs its result, so that all of them compute the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,14 +17,17 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..ir import info, operands_of, primitive_name, update_info
+from ..ir import Aval, info, operands_of, primitive_name, update_info
 from ..program import aliases_of, storage_root
 from .epilogue_graph import EpilogueGraph, EpilogueInput
-from .epilogue_placement import EpiloguePlacement, RankSet
 from .extract import Extractor, Subprogram
 from .roles import is_view
 
-__all__ = ["Epilogue", "EpilogueBuilder", "Transfer"]
+__all__ = ["Epilogue", "EpilogueBuilder", "EpiloguePlacement", "Transfer"]
+
+_SMALL = 64  # elements: the cost of sending them is only latency
+
+RankSet = frozenset[int]
 
 
 class Transfer(NamedTuple):
@@ -55,6 +59,107 @@ class Epilogue:
     replaces: dict[fx.Node, fx.Node]  # result → the input of the step that it replaces, like a new parameter
     output_holders: tuple[RankSet, ...]  # for each result of the step, the ranks that hold it
     output_specs: tuple[P, ...]
+
+
+class EpiloguePlacement:
+    """Assigns ranks to the ops of the epilogue: `at` are the ranks that compute a value, `wanted` those that read it.
+
+    `ranks_of_total` returns, for each chain, the rank that accumulates a sum over microbatches. `rank_of_collected`
+    returns the rank that has the value of a microbatch. `used` are the step's inputs that the stages of each rank read.
+    If each rank finishes independently (`apart`), scalar results are not sent to all ranks.
+    """
+
+    def __init__(
+        self,
+        graph: EpilogueGraph,
+        ranks_of_total: Callable[[fx.Node], Sequence[int]],
+        rank_of_collected: Callable[[fx.Node, int], int],
+        used: Sequence[Collection[fx.Node]],
+        apart: bool,
+    ) -> None:
+        self.traced, self.given, self.links, self.apart = graph.traced, graph.given, graph.links, apart
+        self.ranks = frozenset(range(len(used)))
+        self.ranks_of_total, self.rank_of_collected, self.used = ranks_of_total, rank_of_collected, used
+        # The placement is repeated until each result that replaces an input is on all ranks that read it next step.
+        self.needed: dict[int, RankSet] = {}
+        while True:
+            self._place()
+            needed = {index: self.at[node] | self._users_of(node) for index, node in self.links.items()}
+            if all(ranks <= self.needed.get(index, frozenset()) for index, ranks in needed.items()):
+                return
+            self.needed = {index: ranks | self.needed.get(index, frozenset()) for index, ranks in needed.items()}
+
+    def _place(self) -> None:
+        self.met: set[fx.Node] = set()
+        self.available: dict[fx.Node, RankSet | None] = {node: self._first_ranks(node) for node in self.traced.inputs}
+        for node in self.traced.nodes:
+            self.available[node] = self._meeting(node)
+        wanted: dict[fx.Node, set[int]] = {node: set() for node in self.traced.graph.nodes}
+        for index, output in enumerate(self.traced.outputs):
+            wanted[output] |= self._wanted_of_output(index, output)
+        self.at: dict[fx.Node, RankSet] = {}
+        for node in reversed(list(self.traced.graph.nodes)):
+            if node.op == "output":
+                continue
+            possible = self.available.get(node) or self.ranks
+            here = wanted[node] & possible
+            if wanted[node] - here:
+                here |= {min(possible)}
+            self.at[node] = frozenset(here)
+            for operand in operands_of(node):
+                wanted[operand] |= here
+        self.wanted = {node: frozenset(ranks) for node, ranks in wanted.items()}
+
+    def _first_ranks(self, node: fx.Node) -> RankSet | None:
+        kind, value, which = self.given[node]
+        if kind == "total":
+            return frozenset({self.ranks_of_total(value)[which]})
+        if kind == "collected":
+            return frozenset({self.rank_of_collected(value, which)})
+        if kind == "input" and info(value).is_parameter:
+            return self._users_of(node) or None
+        return None
+
+    def _meeting(self, node: fx.Node) -> RankSet | None:
+        """Return the ranks on which an op can run; None for any rank. Small non-parameter values may be sent.
+
+        Ops that depend on small values of several ranks, like a norm, run on every rank that needs the result. This
+        takes one exchange; a chain from rank to rank would take many.
+        """
+        operands = operands_of(node)
+        known = {o: ranks for o in operands if (ranks := self.available.get(o)) is not None}
+        fixed = [ranks for operand, ranks in known.items() if not self._may_move(operand)]
+        chosen = fixed or list(known.values())
+        common = frozenset.intersection(*chosen) if chosen else None
+        if fixed:
+            return common or frozenset.union(*fixed)
+        if common == frozenset() or any(operand in self.met for operand in operands):
+            self.met.add(node)
+            return None
+        return common
+
+    def _may_move(self, node: fx.Node) -> bool:
+        aval = info(node).val
+        return isinstance(aval, Aval) and aval.numel <= _SMALL and not self._is_of_parameter(node)
+
+    def _is_of_parameter(self, node: fx.Node) -> bool:
+        """Whether a value is a parameter or computed from one parameter only, like the slice that a rank updates."""
+        while len(operands := operands_of(node)) == 1:
+            (node,) = operands
+        given = self.given.get(node)
+        return given is not None and given.kind == "input" and bool(info(given.node).is_parameter)
+
+    def _wanted_of_output(self, index: int, output: fx.Node) -> RankSet:
+        possible = self.available.get(output)
+        if index in self.links:
+            kept = self.available[self.links[index]] or possible or self.ranks
+            return kept | self.needed.get(index, frozenset())
+        if info(output).aval.numel == 1 and not self.apart:
+            return self.ranks  # uses the existing exchange instead of a later broadcast
+        return frozenset({min(possible or self.ranks)})
+
+    def _users_of(self, node: fx.Node) -> RankSet:
+        return frozenset(rank for rank, inputs in enumerate(self.used) if self.given[node].node in inputs)
 
 
 class EpilogueBuilder:
@@ -98,6 +203,7 @@ class EpilogueBuilder:
             for target in sorted(self.wanted[node] - self.at[node]):
                 source = min(self.at[node])
                 exchanges[self.level[node, source]].append(Transfer(node, source, target))
+        self.sent = {(each.node, each.source) for level in exchanges for each in level}
         parts = tuple({r: p for r in sorted(self.ranks) if (p := self._part(r, level))} for level in range(self.count))
         outputs = tuple(self.traced.outputs)
         return Epilogue(
@@ -114,13 +220,12 @@ class EpilogueBuilder:
         nodes = [node for node in self.traced.nodes if self.level.get((node, rank)) == level]
         if not nodes:
             return None
-        members, sent = set(nodes), {node for node in self.traced.graph.nodes if self._is_sent(node, rank)}
         leaving = [
             node
             for node in nodes
             if node in self.traced.outputs
-            or node in sent
-            or any(self._uses_later(u, rank, members) for u in node.users)
+            or (node, rank) in self.sent
+            or any(self.level.get((user, rank), level) > level for user in node.users)
         ]
         part = self.extractor.part(nodes, leaving, f"{self.name}: after the pipeline, rank {rank}, level {level}")
         self._donate(part, rank, level)
@@ -140,15 +245,8 @@ class EpilogueBuilder:
         if given is None or given.kind != "input" or not info(given.node).donated or given.node in self.kept:
             return False
         aliases = aliases_of(node)
-        users = [user for alias in aliases for user in alias.users if user.op != "output" and rank in self.at[user]]
         return (
             not any(alias in self.traced.outputs for alias in aliases)
             and not any(self.wanted[alias] - self.at[alias] for alias in aliases)
-            and all(self.level[user, rank] <= level for user in users)
+            and all(self.level.get((user, rank), 0) <= level for alias in aliases for user in alias.users)
         )
-
-    def _is_sent(self, node: fx.Node, rank: int) -> bool:
-        return min(self.at.get(node, ()), default=-1) == rank and bool(self.wanted[node] - self.at[node])
-
-    def _uses_later(self, user: fx.Node, rank: int, members: set[fx.Node]) -> bool:
-        return user.op != "output" and rank in self.at[user] and user not in members

@@ -11,7 +11,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives import DimSplit
-from ..ir import Traced, info, operands_of, set_info, topological_order, update_info
+from ..ir import Traced, info, operands_of, topological_order, update_info
 from ..passes import combine_op, microbatch_dim, with_dim_size, with_global_size
 from ..program import Program
 from .extract import Extractor
@@ -54,13 +54,15 @@ class EpilogueGraph:
         inputs = list(self.traced.inputs)
         results = zip(roles.traced.outputs, program.out_specs, strict=True)
         self.traced.outputs = [self._output(output, spec) for output, spec in results]
-        self._seal()
+        self.traced.seal()
+        unused = [node for node in self.traced.inputs if not node.users and self.given[node].kind != "input"]
+        assert not unused, f"nothing uses {unused[0]}"
         self.links = self._links(inputs, program.in_paths, program.out_paths)
 
     def _placeholder(self, given: EpilogueInput, spec: P) -> fx.Node:
         if given not in self._made:
             node = self.traced.graph.placeholder(f"{given.kind}_{given.node.name}_{given.which}")
-            set_info(node, self.whole.clean(info(given.node)))
+            self.whole.with_info_of(given.node, node)
             if given.kind == "input" and given.node in self.roles.varying:
                 dim = microbatch_dim(self.in_specs[given.node], self.roles.axis, given.node.name)
                 update_info(node, val=with_global_size(info(given.node).aval, dim, self.parts))
@@ -73,7 +75,7 @@ class EpilogueGraph:
         if not isinstance(output, fx.Node):
             return output
         if output.op == "get_attr":  # a result must be an op, which has ranks
-            return self._with_meta(self.traced.graph.call_function(aten.clone.default, (self._value(output),)), output)
+            return self._call(aten.clone.default, (self._value(output),), output)
         if self.roles.axis not in spec.axes or output.op == "placeholder":
             return self._value(output)
         return self._side_by_side(output, microbatch_dim(spec, self.roles.axis, "a result"), output, self.parts)
@@ -98,20 +100,20 @@ class EpilogueGraph:
 
     def _written(self, node: fx.Node) -> fx.Node:
         if node.op == "get_attr":
-            return self._with_meta(self.traced.graph.get_attr(node.target), node)
+            return self.whole.with_info_of(node, self.traced.graph.get_attr(node.target))
         if self.roles.of[node] is OpRole.TOTAL:
             return self._total(node)
         if self._begins(node):
             return self._placeholder(EpilogueInput("once", node), self.whole.spec(node))
         if self.roles.rounds.is_barrier(node):
             return self._multiple(node)
-        return self._with_meta(self.traced.graph.node_copy(node, self._value), node)
+        return self.whole.with_info_of(node, self.traced.graph.node_copy(node, self._value))
 
     def _multiple(self, node: fx.Node) -> fx.Node:
         """Write a sum with the same summand from every microbatch, added in the same order as other sums."""
         total = part = self._value(node.args[0])
         for _ in range(1, self.parts.ranks):
-            total = self._with_meta(self.traced.graph.call_function(aten.add.Tensor, (total, part)), node)
+            total = self._call(aten.add.Tensor, (total, part), node)
         return total
 
     def _total(self, node: fx.Node) -> fx.Node:
@@ -121,12 +123,12 @@ class EpilogueGraph:
         spec = self.whole.spec(node)
         total, *parts = (self._placeholder(EpilogueInput("total", node, i), spec) for i in range(self.chains))
         for part in parts:
-            total = self._with_meta(self.traced.graph.call_function(combine, (total, part)), node)
+            total = self._call(combine, (total, part), node)
         return total
 
     def _side_by_side(self, node: fx.Node, dim: int, like: fx.Node, parts: DimSplit) -> fx.Node:
         each = [self._collected(node, dim, microbatch, parts) for microbatch in parts]
-        joined = self._with_meta(self.traced.graph.call_function(aten.cat.default, (each, dim)), like)
+        joined = self._call(aten.cat.default, (each, dim), like)
         update_info(joined, val=with_global_size(info(node).aval, dim, parts))
         return joined
 
@@ -140,19 +142,12 @@ class EpilogueGraph:
             return value
         key = (node, dim, microbatch)
         if key not in self._made:
-            args = (value, dim, begin, end)
-            self._made[key] = self._with_meta(self.traced.graph.call_function(aten.slice.Tensor, args), node)
+            self._made[key] = self._call(aten.slice.Tensor, (value, dim, begin, end), node)
             update_info(self._made[key], val=with_dim_size(aval, dim, end - begin))
         return self._made[key]
 
-    def _with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
-        set_info(new, self.whole.clean(info(like)))
-        return new
-
-    def _seal(self) -> None:
-        self.traced.seal()
-        unused = [node for node in self.traced.inputs if not node.users and self.given[node].kind != "input"]
-        assert not unused, f"nothing uses {unused[0]}"
+    def _call(self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], like: fx.Node) -> fx.Node:
+        return self.whole.with_info_of(like, self.traced.graph.call_function(target, args))
 
     def _links(self, inputs: list[fx.Node], in_paths: Sequence[str], out_paths: Sequence[str]) -> dict[int, fx.Node]:
         """Map the index of each result that replaces an input (new parameter, new moment) to that input."""

@@ -11,7 +11,7 @@ from torch import fx
 from sharding_specs import Mesh, P
 
 from ..collectives import Type
-from ..ir import NodeInfo, Traced, axes_of_nodes, info, operands_of, set_info, update_info
+from ..ir import Traced, axes_of_nodes, info, operands_of, reached, set_info, update_info
 from ..program import Program
 
 __all__ = ["Extractor", "Subprogram"]
@@ -70,33 +70,33 @@ class Extractor:
         order = sorted(members, key=self.position.__getitem__)
         outside = {o for node in order for o in operands_of(node) if o not in members and o.op != "get_attr"}
         outside.update(o for o in wanted if o not in members)
-        inputs = sorted(outside, key=self.position.__getitem__)
-        return self._copied(order, inputs, wanted, name, added)
+        taken = [*sorted(outside, key=self.position.__getitem__), *(total for total, _ in added)]
+        new, values = self._copied(order, taken)
+        new.outputs = [values[node] for node in wanted]
+        for place, (total, add) in enumerate(added, len(wanted) - len(added)):
+            made = new.outputs[place]
+            new.outputs[place] = new.graph.call_function(add, (values[total], made))
+            if made.op == "call_function":  # add immediately to limit live summands
+                made.append(new.outputs[place])
+            set_info(new.outputs[place], info(made))
+            update_info(values[total], val=info(made).val, type=info(made).type)
+        new.seal()
+        in_specs = [self.spec(node) for node in taken]
+        program = self.program(new, name, taken, in_specs, wanted, [node.name for node in wanted])
+        return Subprogram(program, tuple(taken), tuple(wanted))
 
     def closure(self, nodes: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
         """Return the ops together with the ops that are repeated for them."""
-        found: set[fx.Node] = set()
-        pending = list(nodes)
-        while pending:
-            node = pending.pop()
-            if node in found:
-                continue
-            found.add(node)
-            pending += [o for o in operands_of(node) if o.op == "call_function" and o not in given and self.inline(o)]
-        return found
 
-    def _copied(
-        self,
-        order: list[fx.Node],
-        inputs: list[fx.Node],
-        outputs: list[fx.Node],
-        name: str,
-        added: Sequence[tuple[fx.Node, Any]],
-    ) -> Subprogram:
+        def repeated(node: fx.Node) -> list[fx.Node]:
+            return [o for o in operands_of(node) if o.op == "call_function" and o not in given and self.inline(o)]
+
+        return set(reached(nodes, repeated))
+
+    def _copied(self, order: list[fx.Node], inputs: list[fx.Node]) -> tuple[Traced, dict[fx.Node, fx.Node]]:
         new = Traced(fx.Graph(), constants=self.traced.constants)
         values: dict[fx.Node, fx.Node] = {}
-        taken = [*inputs, *(total for total, _ in added)]
-        for node in taken:
+        for node in inputs:
             values[node] = new.graph.placeholder(node.name)
             new.inputs.append(values[node])
         for node in order:
@@ -105,32 +105,35 @@ class Extractor:
                     values[operand] = new.graph.get_attr(operand.target)
             values[node] = new.graph.node_copy(node, values.__getitem__)
         for old, copy in values.items():
-            set_info(copy, self.clean(info(old)))
-        new.outputs = [values[node] for node in outputs]
-        for place, (total, add) in enumerate(added, len(outputs) - len(added)):
-            made = new.outputs[place]
-            new.outputs[place] = new.graph.call_function(add, (values[total], made))
-            if made.op == "call_function":  # add immediately to limit live summands
-                made.append(new.outputs[place])
-            set_info(new.outputs[place], info(made))
-            update_info(values[total], val=info(made).val, type=info(made).type)
-        new.seal()
-        program = Program(
-            new,
-            mesh=self.mesh,
-            in_specs=[self.spec(node) for node in taken],
-            out_specs=[self.spec(node) for node in outputs],
-            in_paths=[str(info(node).path or node.name) for node in taken],
-            out_paths=[node.name for node in outputs],
-            name=name,
-        )
-        program.cache["doing"] = f"runs {program.name}"  # the ranks compare the entire pipeline once
-        return Subprogram(program, tuple(taken), tuple(outputs))
+            self.with_info_of(old, copy)
+        return new, values
 
-    def clean(self, known: NodeInfo) -> NodeInfo:
-        """Return the facts about a value that are valid outside the full graph."""
-        kept = replace(known, forward_node=None, donated=False, updated_output=None)
-        if kept.type is None:
-            return kept
-        here = Type({axis: state for axis, state in kept.type.items() if axis != self.hidden})
-        return replace(kept, type=self._types.setdefault(here, here))
+    def program(
+        self,
+        traced: Traced,
+        name: str,
+        inputs: Sequence[fx.Node],
+        in_specs: list[P],
+        outputs: Sequence[fx.Node],
+        out_paths: list[str],
+    ) -> Program:
+        """Return a graph as a program that computes `outputs` from `inputs`."""
+        return Program(
+            traced,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=[self.spec(node) for node in outputs],
+            in_paths=[str(info(node).path or node.name) for node in inputs],
+            out_paths=out_paths,
+            name=name,
+            cache={"doing": f"runs {name}"},  # the ranks compare the entire pipeline once
+        )
+
+    def with_info_of(self, value: fx.Node, new: fx.Node) -> fx.Node:
+        """Record for a node outside the full graph the facts about a value that are valid there. Return the node."""
+        kept = replace(info(value), forward_node=None, donated=False, updated_output=None)
+        if kept.type is not None:
+            here = Type({axis: state for axis, state in kept.type.items() if axis != self.hidden})
+            kept = replace(kept, type=self._types.setdefault(here, here))
+        set_info(new, kept)
+        return new

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..ir import info, source_of
-from ..program import Hardware, Item, Line, Price, price_of
+from ..program import Hardware, Item, Line, Price, Program, price_of
 from ..schedules import Action, Costs, Timeline, simulate
-from .extract import Subprogram
 from .structure import PipelineStructure
 
 __all__ = ["price_of_pipeline"]
@@ -29,12 +28,16 @@ class _Priced:
         self.program, self.hardware, self.schedule = program, hardware, program.schedule
         self.link: Line = hardware.message(program.mesh, program.axis)
         self.works = {
-            (kind, stage.index): self._of(work.following if self.schedule.microbatches > 1 else work.first)
+            (kind, stage.index): self._of(
+                work.following.program if self.schedule.microbatches > 1 else work.first.program
+            )
             for stage in program.stages
             for kind, work in stage.works.items()
         }
-        self.prologues = [price_of(p.program.name, p.program.traced, program.mesh, hardware) for p in program.prologues]
-        self.epilogue = [{rank: self._of(part) for rank, part in level.items()} for level in program.epilogue.parts]
+        self.prologues = [self._of(prologue.program) for prologue in program.prologues]
+        self.epilogue = [
+            {rank: self._of(part.program) for rank, part in level.items()} for level in program.epilogue.parts
+        ]
         self.exchanges = [self._exchanged(level) for level in range(len(program.epilogue.exchanges))]
 
     def price(self, peak: int) -> Price:
@@ -59,14 +62,13 @@ class _Priced:
             (str(self.schedule.name), where, *self.program.notes),
         )
 
-    def _of(self, part: Subprogram) -> Price:
-        one = part.program
-        return price_of(one.name, one.traced, one.mesh, self.hardware)
+    def _of(self, program: Program) -> Price:
+        return price_of(program.name, program.traced, program.mesh, self.hardware)
 
     def _timeline(self) -> Timeline:
         stages = range(self.schedule.stages)
         apart = any(kind == "I" for kind, _ in self.works)
-        sizes = [self._size(Action("F", stage, 0)) if self.schedule.after(stage) is not None else 0 for stage in stages]
+        sent = [self.program.message(Action("F", stage, 0)) for stage in stages]  # nothing from the last stage
         return simulate(
             self.schedule,
             Costs(
@@ -74,7 +76,7 @@ class _Priced:
                 input_gradient=[self._seconds("I" if apart else "B", stage) for stage in stages],
                 weight_gradient=[self._seconds("W", stage) for stage in stages],
                 latency=self.link.alpha,
-                message=sizes,
+                message=[sum(info(node).aval.nbytes for node in nodes) for nodes in sent],
                 bandwidth=1 / self.link.beta,
             ),
         )
@@ -82,9 +84,6 @@ class _Priced:
     def _seconds(self, kind: str, stage: int) -> float:
         found = self.works.get((kind, stage % self.schedule.depth))
         return 0.0 if found is None else found.seconds
-
-    def _size(self, action: Action) -> int:
-        return sum(info(node).aval.nbytes for node in self.program.message(action))
 
     def _ending(self) -> float:
         """Return the seconds of the epilogue: all levels, once per update. Asynchronous pipelines update often."""
@@ -112,17 +111,10 @@ class _Priced:
         for price, count in self._programs(rank):
             for _ in range(count):
                 yield from price.items
-        for action in self.schedule.actions[rank]:
-            other = self.program.neighbour(action)
-            if other is not None and self.schedule.rank_of_stage[other] != rank:
-                yield from self._sends(action)
+        yield from (self._send(node, phase) for node, phase in self.program.sends(rank))
         for level, exchanges in enumerate(self.program.epilogue.exchanges):
             own = [self._send(each.node, each.phase) for each in exchanges if each.source == rank]
             yield from (replace(item, exposed=self.exchanges[level] / len(own)) for item in own)
-
-    def _sends(self, action: Action) -> Iterator[Item]:
-        phase = "forward" if action.kind == "F" else "backward"
-        return (self._send(node, phase) for node in self.program.message(action))
 
     def _send(self, node: object, phase: str) -> Item:
         size = info(node).aval.nbytes

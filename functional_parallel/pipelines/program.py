@@ -52,12 +52,8 @@ class PipelineProgram(PipelineStructure):
         return [*found, *self._sends()]
 
     def _sends(self) -> Iterator[Collective]:
-        ranks = self.schedule.rank_of_stage
-        for action in self.schedule:
-            other = self.neighbour(action)
-            if other is not None and ranks[other] != ranks[action.stage]:
-                phase = "forward" if action.kind == "F" else "backward"
-                yield from (self._send(node, phase) for node in self.message(action))
+        for rank in range(self.schedule.ranks):
+            yield from (self._send(node, phase) for node, phase in self.sends(rank))
         for level in self.epilogue.exchanges:
             yield from (self._send(exchange.node, exchange.phase) for exchange in level)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives import DimSplit
-from ..ir import NodeInfo, Traced, info, operands_of, primitive_name, set_info, topological_order, update_info
+from ..ir import Traced, info, operands_of, primitive_name, topological_order, update_info
 from ..passes import combine_op, microbatch_dim, names_axis, with_global_size
 from ..program import Program
 from .extract import Extractor
@@ -37,13 +37,7 @@ class PrologueBuilder:
     """Builds the program that computes some values, each for one microbatch or shared by all."""
 
     def __init__(
-        self,
-        roles: OpRoles,
-        extractor: Extractor,
-        in_specs: list[P],
-        parts: DimSplit,
-        wanted: Iterable[PrologueOutput],
-        name: str,
+        self, roles: OpRoles, extractor: Extractor, in_specs: list[P], parts: DimSplit, wanted: Iterable[PrologueOutput]
     ) -> None:
         self.roles, self.extractor, self.parts = roles, extractor, parts
         self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
@@ -51,14 +45,16 @@ class PrologueBuilder:
         self.inputs: list[fx.Node] = []
         self.outputs = tuple(wanted)
         self._made: dict[PrologueOutput, fx.Node] = {}
-        self._placeholders(self.outputs)
+        self._placeholders()
         self.new.outputs = [self.value(node, microbatch) for node, microbatch in self.outputs]
         self._drop_unused()
-        self.name = name
 
-    def build(self) -> Prologue:
-        """Return the program with its inputs and outputs."""
-        return Prologue(self._program(self.name), tuple(self.inputs), self.outputs)
+    def build(self, name: str) -> Prologue:
+        in_specs = [self.in_specs[node].without({self.roles.axis}) for node in self.inputs]
+        outputs = [node for node, _ in self.outputs]
+        paths = [node.name if m is None else f"{node.name} of microbatch {m}" for node, m in self.outputs]
+        program = self.extractor.program(self.new, name, self.inputs, in_specs, outputs, paths)
+        return Prologue(program, tuple(self.inputs), self.outputs)
 
     def value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         """Return a value of one microbatch or a shared value. It is written on the first request."""
@@ -71,7 +67,6 @@ class PrologueBuilder:
         return node, microbatch if node in self.roles.varying else None
 
     def _needed(self, key: PrologueOutput) -> list[PrologueOutput]:
-        """Return the values that the value of `key` is computed from."""
         node, microbatch = key
         if self.roles.rounds.is_barrier(node):
             return [self._key(node.args[0], each) for each in self.parts]
@@ -79,7 +74,7 @@ class PrologueBuilder:
 
     def _write_value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         if node.op == "get_attr":
-            return self._with_meta(self.new.graph.get_attr(node.target), node)
+            return self.extractor.with_info_of(node, self.new.graph.get_attr(node.target))
         if self.roles.rounds.is_barrier(node):
             return self._joined(node, microbatch)
         if microbatch is None:
@@ -90,7 +85,9 @@ class PrologueBuilder:
             return self._call(aten.slice.Tensor, (self._made[node, None], dim, *bounds), node)
         name = primitive_name(node)
         if name == "axis_index" and names_axis(node, self.roles.axis):
-            return self._constant(node, microbatch)
+            constant = f"microbatch_{microbatch}"
+            self.new.constants[constant] = torch.tensor(microbatch)
+            return self.extractor.with_info_of(node, self.new.graph.get_attr(constant))
         if name == "pscatter" and names_axis(node, self.roles.axis):
             return self._part(self.value(node.args[0], None), node.args[2], node, microbatch)
         return self._copy(node, microbatch)
@@ -103,31 +100,24 @@ class PrologueBuilder:
             return self._call(aten.cat.default, (parts, node.args[2]), node)
         total = parts[0]
         for part in parts[1:]:
-            total = self._call(combine, (total, part), replace(info(node), val=info(part).val))
+            total = self._call(combine, (total, part), node)
+            update_info(total, val=info(part).val)
         return total if microbatch is None else self._part(total, node.args[2], node, microbatch)
 
     def _part(self, whole: fx.Node, dim: int, node: fx.Node, microbatch: int) -> fx.Node:
         length = info(node).aval.shape[dim]
         return self._call(aten.slice.Tensor, (whole, dim, microbatch * length, (microbatch + 1) * length), node)
 
-    def _constant(self, node: fx.Node, microbatch: int) -> fx.Node:
-        name = f"microbatch_{microbatch}"
-        self.new.constants[name] = torch.tensor(microbatch)
-        return self._with_meta(self.new.graph.get_attr(name), node)
-
     def _copy(self, node: fx.Node, microbatch: int | None) -> fx.Node:
-        return self._with_meta(self.new.graph.node_copy(node, lambda o: self.value(o, microbatch)), node)
+        copy = self.new.graph.node_copy(node, lambda operand: self.value(operand, microbatch))
+        return self.extractor.with_info_of(node, copy)
 
-    def _call(self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], like: fx.Node | NodeInfo) -> fx.Node:
-        return self._with_meta(self.new.graph.call_function(target, args), like)
+    def _call(self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], like: fx.Node) -> fx.Node:
+        return self.extractor.with_info_of(like, self.new.graph.call_function(target, args))
 
-    def _with_meta(self, new: fx.Node, like: fx.Node | NodeInfo) -> fx.Node:
-        set_info(new, self.extractor.clean(like if isinstance(like, NodeInfo) else info(like)))
-        return new
-
-    def _placeholders(self, wanted: Iterable[PrologueOutput]) -> None:
+    def _placeholders(self) -> None:
         for node in self.roles.traced.inputs:
-            new = self._with_meta(self.new.graph.placeholder(node.name), node)
+            new = self.extractor.with_info_of(node, self.new.graph.placeholder(node.name))
             if node in self.roles.varying:
                 update_info(new, val=with_global_size(info(node).aval, self._dim(node), self.parts))
             self.inputs.append(node)
@@ -143,16 +133,3 @@ class PrologueBuilder:
         for new in set(self.new.inputs) - {new for _, new in kept}:
             self.new.graph.erase_node(new)
         self.inputs, self.new.inputs = [old for old, _ in kept], [new for _, new in kept]
-
-    def _program(self, name: str) -> Program:
-        program = Program(
-            self.new,
-            mesh=self.extractor.mesh,
-            in_specs=[self.in_specs[node].without({self.roles.axis}) for node in self.inputs],
-            out_specs=[self.extractor.spec(node) for node, _ in self.outputs],
-            in_paths=[str(info(node).path or node.name) for node in self.inputs],
-            out_paths=[node.name if m is None else f"{node.name} of microbatch {m}" for node, m in self.outputs],
-            name=name,
-        )
-        program.cache["doing"] = f"runs {program.name}"  # the ranks compare the entire pipeline once
-        return program

@@ -16,8 +16,7 @@ Each op has one of these roles:
 from __future__ import annotations
 
 import operator
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
 
 from torch import fx
@@ -25,7 +24,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..errors import PipelineError
-from ..ir import Traced, info, operands_of, primitive_name, source_of
+from ..ir import Traced, info, operands_of, primitive_name, reached, source_of
 from ..passes import MicrobatchRounds, names_axis
 from ..program import view_base
 from ..rules import lookup
@@ -99,31 +98,30 @@ class OpRoles:
         return OpRole.STAGED if node in self.on_parameters or node in self.backward else OpRole.LOCAL
 
     def _check_early(self) -> None:
-        found = [
-            node
-            for node, role in self.of.items()
-            if role is OpRole.EARLY and node in self.on_parameters and not self._is_slice_of_shared(node)
-        ]
+        early = [node for node, role in self.of.items() if role is OpRole.EARLY and node in self.on_parameters]
+        # A slice of a value that is computed once per step does not wait for other microbatches.
+        found = [n for n in early if primitive_name(n) != "pscatter" or self.of.get(n.args[0]) is not OpRole.ONCE]
         if not found:
             return
         barrier = next((node for node in found if self.rounds.is_barrier(node)), found[-1])
-        leads_to_backward = any(each in self.backward for each in _reached(barrier, lambda each: each.users))
+        leads_to_backward = any(each in self.backward for each in reached(barrier.users, operator.attrgetter("users")))
         why = _why_all(barrier, leads_to_backward) + self._no_batch(barrier)
         raise PipelineError(f"{info(barrier).source}: {why}")
 
     def _no_batch(self, barrier: fx.Node) -> str:
         """Return advice if only some batch arguments are gathered: they may not hold samples and must not be cut."""
         batch = [node for node in self.traced.inputs if node in self.varying]
-        below = set(_reached(barrier, operands_of))
+        below = reached([barrier], operands_of)
         gathered = [node for node in batch if node in below]
         if primitive_name(barrier) != "all_gather" or not gathered or len(gathered) == len(batch):
             return ""
         paths = " and ".join(str(info(node).path or node.name) for node in gathered)
         return f". It is computed of {paths}: if that has no samples, say with batch= that it is not to be cut"
 
-    def _is_slice_of_shared(self, node: fx.Node) -> bool:
-        """Whether `node` slices a value that is computed once per step. It does not wait for other microbatches."""
-        return primitive_name(node) == "pscatter" and self.of.get(node.args[0]) is OpRole.ONCE
+    def parameters_of(self, values: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return the parameters that values are, or are computed from by ops that run once per step, like casts."""
+        found = reached(values, lambda value: operands_of(value) if self.of.get(value) is OpRole.ONCE else [])
+        return [value for value in found if value.op == "placeholder" and info(value).is_parameter]
 
     def is_inline(self, node: fx.Node) -> bool:
         """Whether an op is repeated in each program that needs it, because it is free or must not be saved."""
@@ -177,8 +175,10 @@ def _meant(barrier: fx.Node) -> fx.Node:
     collectives it is the producer of the partial results.
     """
     if primitive_name(barrier) != "all_gather":
-        return next((node for node in _reached(barrier, operands_of) if _is_of_user(node)), barrier)
-    near = [node for node in _reached(barrier, lambda each: each.users) if source_of(node) == source_of(barrier)]
+        return next((node for node in reached([barrier], operands_of) if _is_of_user(node)), barrier)
+    near = [
+        node for node in reached(barrier.users, operator.attrgetter("users")) if source_of(node) == source_of(barrier)
+    ]
     forward = [node for node in near if _is_of_user(node) and not info(node).backward]
     without = (node for node in forward if lookup(node.target) is None)
     return next(without, next(iter(forward), next(filter(_is_of_user, near), barrier)))
@@ -186,14 +186,3 @@ def _meant(barrier: fx.Node) -> fx.Node:
 
 def _is_of_user(node: fx.Node) -> bool:
     return node.op == "call_function" and primitive_name(node) is None and node.target is not operator.getitem
-
-
-def _reached(node: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
-    """Yield the nodes that are reachable from `node` by `step`, in breadth-first order, each once."""
-    waiting, seen = deque(step(node)), {node}
-    while waiting:
-        each = waiting.popleft()
-        if each not in seen:
-            seen.add(each)
-            yield each
-            waiting += step(each)

@@ -111,7 +111,15 @@ class Stacks:
 
         return optree.tree_map(split, value, is_leaf=is_like_them)
 
-    def specs(self, specs: SpecTree, params: PyTree) -> SpecTree:
+    def specs(self, specs: Callable[[tuple[PyTree, ...]], SpecTree]) -> Callable[[tuple[PyTree, ...]], SpecTree]:
+        """Convert a function of the arguments, with stacked parameters, that returns specs of the parameters."""
+        return lambda args: self.layer_specs(specs(self.stacked_shapes(args)), self.unstack(args[0]))
+
+    def decision(self, decide: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+        """Convert a function of the stacked parameters that returns a value for each of them."""
+        return lambda params: self.per_layer(decide, self.unstack(params))
+
+    def layer_specs(self, specs: SpecTree, params: PyTree) -> SpecTree:
         """Return specs of the unstacked tree from specs of the stacked tree. Layers are laid out like their stack."""
         tree, lengths = self._known[optree.tree_structure(params)]
         found = optree.tree_leaves(broadcast_specs(specs, tree.unflatten([0] * tree.num_leaves)))
@@ -161,27 +169,14 @@ def unstacked(f: LocalFunction, stacks: Stacks) -> LocalFunction:
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         first, *rest = inner.arguments(stacks.stacked_shapes(args))
-        return (stacks.specs(first, stacks.unstack(args[0])), *rest)
+        return (stacks.layer_specs(first, stacks.unstack(args[0])), *rest)
 
     def call(params: PyTree, *rest: PyTree) -> tuple[PyTree, SpecTree]:
         value = f.run(stacks.restack(stacks.unstack(params)), *rest)
         return value, f.results
 
-    requests = (*(each.for_layers(_Conversion(stacks)) for each in inner.requests), StackedLayers(stacks))
+    requests = (*(each.for_layers(stacks) for each in inner.requests), StackedLayers(stacks))
     return LocalFunction(call, replace(inner, arguments=arguments, requests=requests), f.name)
-
-
-@dataclass(frozen=True)
-class _Conversion:
-    """Conversion of functions of stacked parameters to functions of separate layers."""
-
-    stacks: Stacks
-
-    def specs(self, specs: Callable[[tuple[PyTree, ...]], SpecTree]) -> Callable[[tuple[PyTree, ...]], SpecTree]:
-        return lambda args: self.stacks.specs(specs(self.stacks.stacked_shapes(args)), self.stacks.unstack(args[0]))
-
-    def decision(self, decide: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        return lambda params: self.stacks.per_layer(decide, self.stacks.unstack(params))
 
 
 @dataclass(frozen=True)

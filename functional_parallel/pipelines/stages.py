@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
 from ..errors import PipelineError
-from ..ir import Aval, info, operands_of, primitive_name
+from ..ir import Aval, info, operands_of, primitive_name, reached
 from ..passes import combine_op
-from ..program import Program
 from .extract import Extractor, Subprogram
 from .roles import OpRole, OpRoles, is_view
 
@@ -35,22 +34,21 @@ class ActionPrograms:
     totals: dict[fx.Node, Subprogram]  # the sums of the last outputs, in order, each with a program that only adds
 
     @property
-    def programs(self) -> list[Program]:
-        """All distinct programs."""
-        parts = (self.first, self.following, *self.totals.values())
-        return list(dict.fromkeys(part.program for part in parts))
+    def parts(self) -> tuple[Subprogram, ...]:
+        """All distinct programs, with their inputs and outputs."""
+        return tuple(dict.fromkeys((self.first, self.following, *self.totals.values())))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stage:
     """Stage of the model."""
 
     index: int
-    works: dict[str, ActionPrograms] = field(default_factory=dict)  # by kind of action: "F", "I", "W" and "B"
-    sends_forward: tuple[fx.Node, ...] = ()  # to the next stage after a forward
-    sends_backward: tuple[fx.Node, ...] = ()  # to the previous stage after a backward
-    after_forward: frozenset[fx.Node] = frozenset()  # saved for the backward
-    after_input: frozenset[fx.Node] = frozenset()  # saved for the weight gradient after the input gradient
+    works: dict[str, ActionPrograms]  # by kind of action: "F", "I", "W" and "B"
+    sends_forward: tuple[fx.Node, ...]  # to the next stage after a forward
+    sends_backward: tuple[fx.Node, ...]  # to the previous stage after a backward
+    after_forward: frozenset[fx.Node]  # saved for the backward
+    after_input: frozenset[fx.Node]  # saved for the weight gradient after the input gradient
 
     def sends(self, kind: str) -> tuple[fx.Node, ...]:
         """Return the values sent to a neighbouring stage after an action of this kind."""
@@ -70,16 +68,14 @@ class StageBuilder:
         self.collected = self._collected()
         self._place_the_rest()
         self.members = [[n for n in self.roles.of if self.stage.get(n) == index] for index in range(count)]
-        self.weight = self._weight_gradients()
+        self.weight = {node for index in range(count) for node in self._weight_gradients(index)}
         self.needed = self._needed()
 
     def build(self, kinds: Collection[str]) -> list[Stage]:
-        """Return all stages in order, with the programs for these kinds of actions."""
         return [self._build(index, kinds) for index in range(self.count)]
 
     @property
     def has_backward(self) -> bool:
-        """Whether any staged op belongs to the backward."""
         return any(node in self.roles.backward for node in self.stage)
 
     def _collected(self) -> set[fx.Node]:
@@ -106,16 +102,13 @@ class StageBuilder:
             return "F"
         return "W" if node in self.weight else "I"
 
-    def _weight_gradients(self) -> set[fx.Node]:
-        """Return the backward ops that no other stage waits for.
+    def _weight_gradients(self, index: int) -> set[fx.Node]:
+        """Return the backward ops of a stage that no other stage waits for.
 
         No stage waits for the first stage. There, the set contains the ops that lead to at most one sum. Cheap
         recomputed values belong to the input gradient, because their operands may be freed before the weight gradient.
         """
-        return {n for index, members in enumerate(self.members) for n in self._weights_of(index, members)}
-
-    def _weights_of(self, index: int, members: list[fx.Node]) -> set[fx.Node]:
-        backward = [node for node in members if node in self.roles.backward]
+        backward = [node for node in self.members[index] if node in self.roles.backward]
         leads_to: dict[fx.Node, set[object]] = {}
         for node in reversed(backward):
             found: set[object] = set()
@@ -148,30 +141,26 @@ class StageBuilder:
                 )
         return found
 
-    def _operands(self, node: fx.Node) -> list[fx.Node]:
+    def _operands(self, node: fx.Node) -> Collection[fx.Node]:
         """Return all values that an op reads, including the operands of ops that are repeated for it."""
-        found: dict[fx.Node, None] = {}
-        pending = operands_of(node)
-        while pending:
-            value = pending.pop()
-            found.setdefault(value)
-            if value not in self.stage and value.op == "call_function" and self.extractor.inline(value):
-                pending += operands_of(value)
-        return list(found)
+
+        def operands_of_repeated(value: fx.Node) -> list[fx.Node]:
+            is_repeated = value not in self.stage and value.op == "call_function" and self.extractor.inline(value)
+            return operands_of(value) if is_repeated else []
+
+        return reached(operands_of(node), operands_of_repeated)
 
     def _build(self, index: int, kinds: Collection[str]) -> Stage:
         beside = self._residuals_beside(index, self._of_kind(index, "F"))
         works = {kind: self._work(index, kind, beside) for kind in "FBIW" if kind == "F" or kind in kinds}
-        stage = Stage(index, works)
-        stage.sends_forward = self._crossing(index, index + 1, up=True)
-        stage.sends_backward = self._crossing(index, index - 1, up=False)
-        taken = {kind: set(work.first.inputs) for kind, work in works.items() if kind != "F"}
-        stage.after_input = frozenset(self._own(taken.get("W", set()), beside))
-        stage.after_forward = frozenset(self._own(set().union(*taken.values()), beside) | set(stage.sends_backward))
-        return stage
-
-    def _own(self, values: set[fx.Node], beside: set[fx.Node]) -> set[fx.Node]:
-        return {value for value in values if value in self.stage or value in beside}
+        forward, backward = self._crossing(index, index + 1, up=True), self._crossing(index, index - 1, up=False)
+        saved = {
+            kind: frozenset(value for value in work.first.inputs if value in self.stage or value in beside)
+            for kind, work in works.items()
+            if kind != "F"
+        }
+        after_forward = frozenset(backward).union(*saved.values())
+        return Stage(index, works, forward, backward, after_forward, saved.get("W", frozenset()))
 
     def _of_kind(self, index: int, kind: str) -> list[fx.Node]:
         return [node for node in self.members[index] if self._kind(node) == kind]

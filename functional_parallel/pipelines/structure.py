@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import fx
 
-from ..ir import info
+from ..ir import forget_rewrites, info
 from ..program import BaseProgram, Program
-from ..schedules import Action, Schedule
+from ..schedules import Action, Schedule, receiving_stage
 from .epilogue import Epilogue
 from .extract import Subprogram
 from .prologue import Prologue
@@ -48,23 +48,24 @@ class PipelineStructure(BaseProgram):
 
     def neighbour(self, action: Action) -> int | None:
         """Return the stage that receives the values of an action; None without a receiver."""
-        if action.kind == "W":
-            return None
-        return self.schedule.after(action.stage) if action.kind == "F" else self.schedule.before(action.stage)
+        return receiving_stage(self.schedule, action)
 
     def message(self, action: Action) -> tuple[fx.Node, ...]:
         """Return the values that an action sends to its neighbour."""
         return self.stage_of(action).sends(action.kind)
 
+    def sends(self, rank: int) -> Iterator[tuple[fx.Node, str]]:
+        """Yield the values that a rank sends to neighbouring stages of other ranks, each with the phase of the step."""
+        for action in self.schedule.actions[rank]:
+            other = self.neighbour(action)
+            if other is not None and self.schedule.rank_of_stage[other] != rank:
+                yield from ((node, "forward" if action.kind == "F" else "backward") for node in self.message(action))
+
     def awaited(self, action: Action) -> list[Action]:
         """Return the actions of neighbouring stages that an action may wait for."""
-        if action.kind == "F":
-            before = self.schedule.before(action.stage)
-            return [] if before is None else [Action("F", before, action.microbatch)]
-        after = self.schedule.after(action.stage)
-        if action.kind == "W" or after is None:
-            return []
-        return [Action(kind, after, action.microbatch) for kind in "BI"]
+        kinds = {"F": "F", "W": ""}.get(action.kind, "BI")
+        other = self.schedule.before(action.stage) if kinds == "F" else self.schedule.after(action.stage)
+        return [] if other is None else [Action(kind, other, action.microbatch) for kind in kinds]
 
     def programs(self) -> Iterator[tuple[Program, int]]:
         """Yield every program with its number of runs in a step, over all ranks of the pipeline."""
@@ -78,17 +79,21 @@ class PipelineStructure(BaseProgram):
     def every_program(self) -> Iterator[Program]:
         """Yield every program once, including the programs that add to running sums."""
         yield from (prologue.program for prologue in self.prologues)
+        yield from (part.program for part in self._parts())
+
+    def _parts(self) -> Iterator[Subprogram]:
+        """Yield every program of the stages and the epilogue once."""
         for stage in self.stages:
             for work in stage.works.values():
-                yield from work.programs
+                yield from work.parts
         for level in self.epilogue.parts:
-            yield from (part.program for part in level.values())
+            yield from level.values()
 
     def programs_of_rank(self, rank: int) -> Iterator[Program]:
         """Yield every program that a rank may run."""
         yield self.prologues[rank].program
         for kind, index in _works_of_rank(self.schedule, rank):
-            yield from self.stages[index].works[kind].programs
+            yield from (part.program for part in self.stages[index].works[kind].parts)
         yield from (level[rank].program for level in self.epilogue.parts if rank in level)
 
     def stage_programs(self) -> Iterator[tuple[Program, int]]:
@@ -97,39 +102,58 @@ class PipelineStructure(BaseProgram):
         for (kind, index), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
             yield self.stages[index].works[kind].first.program, count
 
+    def forget_ops(self) -> None:
+        """Reduce the graphs of the step and of the epilogue to nodes without operands, with their shapes and dtypes.
+
+        The programs are copies of pieces of these graphs, and know each other's inputs and outputs by their nodes.
+        """
+        names = set(self._names())
+        for graph in {node.graph for node in names}:
+            for node in reversed(list(graph.nodes)):
+                node.args, node.kwargs = (), {}
+                if node not in names:
+                    graph.erase_node(node)
+            forget_rewrites(graph)
+
+    def _names(self) -> Iterator[fx.Node]:
+        yield from (*self.inputs, *self.collected)
+        for prologue in self.prologues:
+            yield from (*prologue.inputs, *(node for node, _ in prologue.outputs))
+        for stage in self.stages:
+            yield from (*stage.sends_forward, *stage.sends_backward, *stage.after_forward, *stage.after_input)
+            for work in stage.works.values():
+                yield from work.totals
+        for part in self._parts():
+            yield from (*part.inputs, *part.outputs)
+        epilogue = self.epilogue
+        yield from (*epilogue.given, *(given.node for given in epilogue.given.values()))
+        yield from (exchange.node for level in epilogue.exchanges for exchange in level)
+        yield from (*epilogue.outputs, *epilogue.replaces, *epilogue.replaces.values())
+
     def holders(self, node: fx.Node) -> frozenset[int]:
         """Return the ranks that hold an input of the step; for state that a step returns, from the second step on."""
         return self._holders[node]
 
     @cached_property
     def _holders(self) -> dict[fx.Node, frozenset[int]]:
-        everywhere = frozenset(range(self.schedule.ranks))
-        found = {n: everywhere if not info(n).is_parameter else self._users(n) for n in self.inputs}
-        for output, ranks in zip(self.epilogue.outputs, self.epilogue.output_holders, strict=True):
-            replaced = self.epilogue.replaces.get(output)
+        epilogue, readers = self.epilogue, defaultdict[fx.Node, set[int]](set)
+        given = {new: given.node for new, given in epilogue.given.items() if given.kind == "input"}
+        for rank, prologue in enumerate(self.prologues):
+            late = [level[rank] for level in epilogue.parts if rank in level]
+            taken = [given[node] for part in late for node in part.inputs if node in given]
+            taken += (node for part in parts_of_rank(self.stages, self.schedule, rank) for node in part.inputs)
+            for node in (*prologue.inputs, *taken):
+                readers[node].add(rank)
+        results = list(zip(epilogue.outputs, epilogue.output_holders, strict=True))
+        for output, ranks in results:
+            if output in given:
+                readers[given[output]] |= ranks
+        everywhere = range(self.schedule.ranks)
+        found = {node: frozenset(readers[node] if info(node).is_parameter else everywhere) for node in self.inputs}
+        for output, ranks in results:
+            replaced = epilogue.replaces.get(output)
             if replaced is not None and info(replaced).is_state:
                 found[replaced] = ranks
-        return found
-
-    def _users(self, node: fx.Node) -> frozenset[int]:
-        """Return the ranks that read an input."""
-        return frozenset(rank for rank, taken in enumerate(self._taken) if node in taken)
-
-    @cached_property
-    def _taken(self) -> list[set[fx.Node]]:
-        """For each rank, the inputs of the step that it reads."""
-        given = {new: given.node for new, given in self.epilogue.given.items() if given.kind == "input"}
-        found = []
-        for rank, prologue in enumerate(self.prologues):
-            taken = {
-                *prologue.inputs,
-                *(n for part in parts_of_rank(self.stages, self.schedule, rank) for n in part.inputs),
-            }
-            late = [node for level in self.epilogue.parts if rank in level for node in level[rank].inputs]
-            late += [
-                n for n, ranks in zip(self.epilogue.outputs, self.epilogue.output_holders, strict=True) if rank in ranks
-            ]
-            found.append(taken | {given[node] for node in late if node in given})
         return found
 
 

@@ -21,7 +21,7 @@ from ..program import readable_bytes
 from ..requests import UpdateSharding, owners_of
 from ..training import TrainStep, train_step
 
-__all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
+__all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate"]
 
 
 class Convention(NamedTuple):
@@ -190,17 +190,6 @@ def _bytes(tree: PyTree, specs: SpecTree, mesh: Mesh, each: int | None = None, o
             size = each * parts if each is not None and is_trained(leaf) else leaf.dtype.itemsize
             total += size * math.prod(local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh))
     return total
-
-
-def transformer_parameters(layers: int, hidden: int, vocabulary: int, sequence: int) -> int:
-    """Return the number of parameters of a GPT with learned positions and a tied head.
-
-    Source: Narayanan et al., arXiv 2104.04473, equation 2.
-
-    >>> f"{transformer_parameters(layers=96, hidden=12288, vocabulary=51200, sequence=2048) / 1e9:.1f}"
-    '174.6'
-    """
-    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocabulary + sequence) * hidden
 
 
 def activation_bytes(

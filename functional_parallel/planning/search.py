@@ -15,7 +15,6 @@ import torch
 
 from sharding_specs import Mesh, register_dataclasses, tree_paths
 
-from ..collectives import MICROBATCH
 from ..errors import ScheduleError
 from ..functions import PyTree, grad
 from ..ir import is_trained, without_memory
@@ -29,7 +28,7 @@ from ..schedules import search as search_plans
 from ..training import train_step
 from ..transforms import Plan as Chain
 from ..transforms import Transform, chain, data_parallel, pipeline
-from .layer_profile import LayerProfile, profile_layers
+from .layer_profile import profile_layers
 
 __all__ = ["PipelineChoice", "PipelineChoices", "layer_costs", "search_pipeline"]
 
@@ -103,36 +102,29 @@ def layer_costs(
         ValueError: if `speed` is not positive.
         TypeError: if `optimizer` is not an optimizer.
     """
-    measured = _measured(loss, params, batch, speed, optimizer, inner)
-    return _layers(measured, params, _samples(batch), speed, optimizer)
+    return _profiled(loss, params, batch, speed, optimizer, inner)[0]
 
 
-def _measured(
+def _profiled(
     loss: Callable[..., PyTree],
     params: PyTree,
     batch: tuple[PyTree, ...],
     speed: float,
     optimizer: Optimizer | None,
     inner: Transform | Chain | None,
-) -> list[LayerProfile]:
+) -> tuple[list[Layer], float]:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer= takes an optimizer such as fp.optim.adamw(1e-3), not {optimizer!r}")
     if not speed > 0:
         raise ValueError(f"layer_costs(speed={speed!r}): give the flops per second that a rank gets done, above 0")
-    _samples(batch)
+    samples = _samples(batch)
     whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
     register_dataclasses(params, batch)
     args = optree.tree_map(without_memory, (params, *batch))
     programs = lowering(grad(whole), Mesh(pipe=1), args, name=whole.name)
     uncut = next(each for each in programs if each.name == UNCUT)
-    return profile_layers(uncut.program, MICROBATCH, set(uncut.per_microbatch))
-
-
-def _layers(
-    measured: list[LayerProfile], params: PyTree, samples: int, speed: float, optimizer: Optimizer | None
-) -> list[Layer]:
-    weights = _weights(optree.tree_map(without_memory, params), optimizer or sgd(0.0))
-    return [_layer(each, samples, speed, weights) for each in measured]
+    weights = _weights(args[0], optimizer or sgd(0.0))
+    return profile_layers(uncut.program, set(uncut.per_microbatch), samples, speed, weights)
 
 
 def search_pipeline(
@@ -194,8 +186,7 @@ def search_pipeline(
     if not is_positive_int(most):
         raise ValueError(f"search_pipeline(most={most!r}): how many choices to return is an integer of at least 1")
     report = _reporter(progress)
-    measured, samples = _measured(loss, params, batch, speed, optimizer, inner), _samples(batch)
-    layers = _layers(measured, params, samples, speed, optimizer)
+    (layers, working), samples = _profiled(loss, params, batch, speed, optimizer, inner), _samples(batch)
     report(f"measured {len(layers)} layers")
     shapes = optree.tree_map(without_memory, (params, *batch))
     held = sum(leaf.nbytes for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
@@ -206,7 +197,6 @@ def search_pipeline(
     choices = [_choice(plan, inner, lower) for plan in plans]
     if math.isinf(machine.memory):
         return choices
-    working = sum(each.working for each in measured) / samples
     return PipelineChoices(choices, machine.memory, working, most, report)
 
 
@@ -327,13 +317,6 @@ class PipelineChoices(Sequence[PipelineChoice]):
     def __repr__(self) -> str:
         more = "" if len(self._found) == self._most else ", and those that are not lowered yet"
         return f"PipelineChoices({self._found!r}{more})"
-
-
-def _layer(found: LayerProfile, samples: int, speed: float, weights: dict[str, tuple[int, int]]) -> Layer:
-    forward, inputs, weight = (found.work[kind] / samples / speed for kind in "FIW")
-    kept = {name: size / samples for name, size in found.kept.items()}
-    own = {path: weights[path] for path in found.weights if path in weights}
-    return Layer(forward, inputs, weight, output=found.output / samples, kept=kept, weights=own)
 
 
 def _weights(params: PyTree, optimizer: Optimizer) -> dict[str, tuple[int, int]]:

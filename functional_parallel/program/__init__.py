@@ -13,14 +13,12 @@ from .aliasing import (
 from .base import BaseProgram
 from .collectives import COMMUNICATING, OWNED, Collective, bytes_of, collectives_of, counts_of, keep_phases
 from .explain import Explanation, columns, parse_bytes, readable_bytes
-from .hardware import HARDWARE, Hardware, hardware_of
-from .links import Line
-from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, memory_of, said_shared
+from .hardware import HARDWARE, Hardware, Line, hardware_of
+from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, kind_of_input, memory_of, said_shared
 from .overlap import STARTED, one_scatter_at_a_time, overlapped
-from .ownership import absent_values, has_owner
 from .pass_table import UNCUT, Intermediate, PassTable
 from .price import Item, Price, price_of
-from .program import Program
+from .program import Program, has_owner
 from .shared_memory import channel_bytes, shared_by_collectives
 from .traffic import label_traffic
 from .work import flops, recompute_cost
@@ -45,7 +43,6 @@ __all__ = [
     "Program",
     "Storage",
     "StorageTable",
-    "absent_values",
     "aliases_of",
     "bytes_of",
     "channel_bytes",
@@ -58,6 +55,7 @@ __all__ = [
     "has_owner",
     "is_only_use_of_own_memory",
     "keep_phases",
+    "kind_of_input",
     "label_traffic",
     "may_stay_in_place",
     "memory_of",

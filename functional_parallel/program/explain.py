@@ -16,6 +16,7 @@ __all__ = ["CollectiveRow", "Explanation", "columns", "explain", "parse_bytes", 
 
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "parameters", "source")
 _MOST_PATTERNS = 2
+_LONGEST = 48  # characters of a source line
 _CONVENTION = (
     "bytes: what one rank of n sends in a ring for S bytes: psum, pmax, pmin 2(n-1)/n S; all_gather, psum_scatter,\n"
     "all_to_all, scatter (n-1)/n S; pbroadcast, broadcast, ppermute S; gather, reduce the operand"
@@ -105,7 +106,6 @@ class Explanation:
         return [(*each[:without], *each[without + 1 :]) for each in cells]
 
     def _footer(self) -> list[str]:
-        """Return totals per kind and axes, and the overall total, in columns."""
         totals = self.totals().items()
         lines = [(kind, ", ".join(axes), f"{count} ×", readable_bytes(size)) for (kind, axes), (count, size) in totals]
         count = sum(row.count for row in self.rows)
@@ -139,10 +139,9 @@ def _row(members: list[Collective], group: str) -> CollectiveRow:
     first = members[0]
     operands = {str(member.operand) for member in members}
     operand = str(first.operand) if len(operands) == 1 else "various"
-    source = first.source if group == "line" else None
-    text = "" if source is None else _shortened(source.text)
+    where, text = (str(first.source), first.source.text) if group == "line" and first.source is not None else ("", "")
+    text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
     size = sum(member.bytes for member in members)
-    where = str(source) if source is not None else ""
     parameters = tuple(dict.fromkeys(path for member in members for path in member.parameters))
     return CollectiveRow(first.kind, first.axes, len(members), operand, size, first.phase, where, text, parameters)
 
@@ -182,10 +181,6 @@ def parse_bytes(size: int | str) -> int:
     if found is None or unit is None or float(found[1]) * unit < 1:
         raise ValueError(f"{size!r} is no size: write bytes, as 8 << 30, or with a unit, as '8GiB', '8GB' or '512 MiB'")
     return int(float(found[1]) * unit)
-
-
-def _shortened(text: str, limit: int = 48) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def columns(lines: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:

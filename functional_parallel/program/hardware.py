@@ -1,5 +1,6 @@
 """Machines for price predictions: the compute of a rank, and the links within and between hosts.
 
+A message takes latency + bytes × time per byte, the α-β model (Hockney, Parallel Computing 20, 1994).
 A collective over n ranks on several hosts has two levels. The first is within every host. The second is between hosts,
 where each rank of a host carries its share (Thakur, Rabenseifner and Gropp, IJHPCA 19, 2005; NCCL's rings and PAT,
 arXiv 2506.20252). With S the bytes of the full value, g ranks of the group on a host and h hosts, it takes
@@ -21,23 +22,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from sharding_specs import Mesh
 
 from .collectives import Collective
-from .links import Line
 
-__all__ = ["HARDWARE", "GroupTopology", "Hardware", "group_topology", "hardware_of"]
+__all__ = ["HARDWARE", "Hardware", "Line", "group_topology", "hardware_of"]
 
 
-class GroupTopology(NamedTuple):
-    """Number of ranks of a group on each host, and number of hosts."""
+@dataclass(frozen=True)
+class Line:
+    """Seconds for n bytes: `alpha + beta * n`.
 
-    inside: int
-    hosts: int
+    >>> print(Line(5e-6, 1 / 50e9))
+    5 µs + n / 50.0 GB/s
+    >>> print(Line(20e-3, 1 / 2.5e6))
+    20000 µs + n / 2.5 MB/s
+
+    Attributes:
+        alpha: seconds of an empty message.
+        beta: seconds per byte.
+    """
+
+    alpha: float
+    beta: float
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds of a message of `size` bytes."""
+        return self.alpha + self.beta * size
+
+    def __str__(self) -> str:
+        unit, name = (1e9, "GB/s") if self.beta * 1e8 <= 1 else (1e6, "MB/s")
+        return f"{1e6 * self.alpha:.0f} µs + n / {1 / unit / self.beta:.1f} {name}"
 
 
 @dataclass(frozen=True)
@@ -117,10 +135,11 @@ class Hardware:
 
     def message(self, mesh: Mesh, axis: str) -> Line:
         """Cost of a message to another rank along an axis, for the most distant pair of ranks."""
-        link = self.between if group_topology(mesh, (axis,), self.ranks_per_host).hosts > 1 else self.inside
+        _, hosts = group_topology(mesh, (axis,), self.ranks_per_host)
+        link = self.between if hosts > 1 else self.inside
         return Line(self.start + link.alpha, link.beta / self.links_share)
 
-    def _seconds(self, kind: str, size: float, reach: GroupTopology) -> float:
+    def _seconds(self, kind: str, size: float, reach: tuple[int, int]) -> float:
         inside, hosts = reach
         if kind in ("all_gather", "psum_scatter"):
             return self._half(inside, size, self.inside) + self._half(hosts, size / inside, self.between)
@@ -172,19 +191,21 @@ def _readable(amount: float, unit: str) -> str:
     return f"{amount:.3g} {rest}"
 
 
-def group_topology(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> GroupTopology:
-    """Return the topology of a group over some axes, without a list of its ranks. The mesh's last axis varies fastest.
+def group_topology(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> tuple[int, int]:
+    """Return the number of ranks of a group over some axes on each host, and the number of hosts.
+
+    It needs no list of the ranks. The mesh's last axis varies fastest.
 
     >>> mesh = Mesh(data=512, tensor=8, pipe=4)
     >>> group_topology(mesh, ("data",), 8), group_topology(Mesh(data=512, tensor=8), ("tensor",), 8)
-    (GroupTopology(inside=1, hosts=512), GroupTopology(inside=8, hosts=1))
+    ((1, 512), (8, 1))
     """
     named, inside, stride = set(axes), 1, 1
     for name, size in reversed(mesh.shape.items()):
         if name in named:
             inside *= min(size, max(1, ranks_per_host // stride))
         stride *= size
-    return GroupTopology(inside, math.ceil(mesh.axis_size(named) / inside))
+    return inside, math.ceil(mesh.axis_size(named) / inside)
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..ir import Traced, info, operands_of, primitive_name
 from .aliasing import mutated_operands, view_base
 from .explain import readable_bytes
 
-__all__ = ["MEMORY_KINDS", "Memory", "StorageTable", "draw", "memory_of", "said_shared"]
+__all__ = ["MEMORY_KINDS", "Memory", "StorageTable", "draw", "kind_of_input", "memory_of", "said_shared"]
 
 aten = torch.ops.aten
 
@@ -134,8 +134,11 @@ class StorageTable:
     def memory(self) -> Memory:
         curve = self.curve()
         at = curve.index(max(curve)) if curve else 0
-        living = self.living(at)
-        kinds = self.sums(living)
+        always, kinds = (0, len(self.nodes)), Counter[str]()
+        spans = ((storage, self.spans.get(storage, always)) for storage in self.sizes)
+        living = [storage for storage, (born, dies) in spans if born <= at <= dies]
+        for storage in living:
+            kinds[self.kind(storage)] += self.sizes[storage]
         largest = sorted(living, key=lambda storage: -self.sizes[storage])[:8]
         return Memory(
             self.name,
@@ -145,14 +148,10 @@ class StorageTable:
             tuple((self.sizes[s], f"{self.kind(s)}: {self.title(s)}", self.line(s)) for s in largest),
         )
 
-    @functools.cached_property
-    def held(self) -> int:
-        """Bytes of inputs and constants."""
-        return sum(size for storage, size in self.sizes.items() if storage not in self.spans)
-
     def curve(self) -> tuple[int, ...]:
         """Return the bytes alive while each op runs."""
-        return tuple(self.held + alive for alive in self.alive(self.spans))
+        held = sum(size for storage, size in self.sizes.items() if storage not in self.spans)
+        return tuple(held + alive for alive in self.alive(self.spans))
 
     def alive(self, spans: Mapping[Storage, tuple[int, int]]) -> list[int]:
         """Return, for each op, the bytes of the storages with a span that includes it."""
@@ -161,19 +160,6 @@ class StorageTable:
             changes[born] += self.sizes[storage]
             changes[dies + 1] -= self.sizes[storage]
         return list(itertools.accumulate(changes[:-1]))
-
-    def living(self, at: int) -> list[Storage]:
-        """Return the storages that are alive while an op runs."""
-        always = (0, len(self.nodes))
-        spans = ((storage, self.spans.get(storage, always)) for storage in self.sizes)
-        return [storage for storage, (born, dies) in spans if born <= at <= dies]
-
-    def sums(self, storages: Iterable[Storage]) -> Counter[str]:
-        """Return the bytes of each kind."""
-        found: Counter[str] = Counter()
-        for storage in storages:
-            found[self.kind(storage)] += self.sizes[storage]
-        return found
 
     @functools.cached_property
     def spans(self) -> dict[Storage, tuple[int, int]]:
@@ -236,9 +222,7 @@ class StorageTable:
         """Return one of `MEMORY_KINDS`."""
         node = storage[0]
         if node.op == "placeholder":
-            if info(node).is_parameter:
-                return "parameters"
-            return "optimizer state" if info(node).is_state else "other inputs"
+            return kind_of_input(node)
         if primitive_name(node) in ("all_gather", "broadcast"):
             return "gathered"
         users = [user for user in node.users if user.op == "call_function"]
@@ -252,6 +236,12 @@ class StorageTable:
             return "residuals" if later else "temporaries"
         leaves = any(not info(user).backward for user in users) or any(user.op == "output" for user in node.users)
         return "gradients" if summed or leaves or primitive_name(node) in _SUMS else "temporaries"
+
+
+def kind_of_input(node: fx.Node) -> str:
+    if info(node).is_parameter:
+        return "parameters"
+    return "optimizer state" if info(node).is_state else "other inputs"
 
 
 def _base(node: fx.Node) -> fx.Node:

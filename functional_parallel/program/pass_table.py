@@ -35,6 +35,9 @@ class Snapshot:
     bytes_sent: int
     peak: int
 
+    def cells(self) -> tuple[str, ...]:
+        return str(self.ops), str(self.collectives), readable_bytes(self.bytes_sent), readable_bytes(self.peak)
+
 
 class Intermediate(NamedTuple):
     """A program during its lowering."""
@@ -57,7 +60,6 @@ class PassRecorder:
     moments: dict[str, list[tuple[str, Snapshot, str]]] = field(default_factory=dict)
 
     def add(self, intermediate: Intermediate) -> None:
-        """Add the program after one pass."""
         name, program, mesh, _ = intermediate
         if name == UNCUT:
             return
@@ -107,13 +109,8 @@ class PassRow:
     program: str
 
     def cells(self) -> tuple[str, ...]:
-        return (
-            self.name,
-            _change(str(self.before.ops), str(self.after.ops)),
-            _change(str(self.before.collectives), str(self.after.collectives)),
-            _change(readable_bytes(self.before.bytes_sent), readable_bytes(self.after.bytes_sent)),
-            _change(readable_bytes(self.before.peak), readable_bytes(self.after.peak)),
-        )
+        changes = zip(self.before.cells(), self.after.cells(), strict=True)
+        return (self.name, *(before if before == after else f"{before} → {after}" for before, after in changes))
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,3 @@ class PassTable:
 def _once_each(names: tuple[str, ...]) -> list[str]:
     """Return the names as a column, with an empty cell for a name that repeats the cell above."""
     return [name if index == 0 or names[index - 1] != name else "" for index, name in enumerate(names)]
-
-
-def _change(before: str, after: str) -> str:
-    return before if before == after else f"{before} → {after}"

@@ -180,10 +180,10 @@ class Price:
 
 def _row(items: Sequence[Item], with_source: bool) -> PriceRow:
     first = items[0]
-    flops, moved, sent = (sum(getattr(item, name) for item in items) for name in ("flops", "moved", "sent"))
-    seconds, exposed = (sum(getattr(item, name) for item in items) for name in ("seconds", "exposed"))
+    names = ("flops", "moved", "sent", "seconds", "exposed")
+    sums: dict[str, Any] = {name: sum(getattr(item, name) for item in items) for name in names}
     source = first.source if with_source else ""
-    return PriceRow(first.what, first.axes, first.phase, source, flops, moved, sent, seconds, exposed, len(items))
+    return PriceRow(first.what, first.axes, first.phase, source, **sums, count=len(items))
 
 
 def readable_seconds(seconds: float) -> str:

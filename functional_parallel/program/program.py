@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from sharding_specs import P
+from sharding_specs import Mesh, P
 
-from ..ir import Traced, canonical_lines, program_text
+from ..ir import Traced, canonical_lines, operands_of, primitive_name, program_text
 from .base import BaseProgram
 from .collectives import Collective, collectives_of
 from .hardware import Hardware, hardware_of
 from .memory import Memory, memory_of
-from .ownership import absent_values
 from .price import Price, price_of
 from .shared_memory import shared_by_collectives
 
-__all__ = ["Program"]
+__all__ = ["Program", "has_owner"]
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Program(BaseProgram):
             return frozenset()
         if rank not in self.mesh.ranks:
             raise ValueError(f"{self.mesh!r} has ranks 0 … {self.mesh.size - 1}, not {rank!r}")
-        return absent_values(self.traced, self.in_specs, self.mesh, rank)
+        return _absent_values(self.traced, self.in_specs, self.mesh, rank)
 
     def price(self, hardware: Hardware | str = "h100") -> Price:
         """Predict the cost of a step on a machine: seconds by op, bytes sent and memory per rank. Nothing runs.
@@ -117,3 +117,32 @@ class Program(BaseProgram):
 
 def _lying(path: str, spec: P) -> str:
     return repr(path) if spec == P() else f"{path!r} as {spec!r}"
+
+
+def has_owner(specs: Sequence[P], mesh: Mesh) -> bool:
+    """Whether some rank lacks a value of a program whose inputs have these specs."""
+    return any(mesh.axis_size(axis) > 1 for spec in specs for axis in spec.owner)
+
+
+def _absent_values(traced: Traced, specs: Sequence[P], mesh: Mesh, rank: int) -> frozenset[fx.Node]:
+    """Return the values of a program that a rank does not hold, because another rank owns them.
+
+    `specs` are those of the inputs. An op on such a value runs on the owner only. A broadcast or scatter runs on all
+    ranks, and so does a gather or reduce, which only returns nothing elsewhere.
+    """
+    coordinates = mesh.coordinates(rank)
+    found = {
+        node
+        for node, spec in zip(traced.inputs, specs, strict=True)
+        if any(coordinates[axis] != owner for axis, owner in spec.owner.items())
+    }
+    for node in traced.nodes:
+        name = primitive_name(node)
+        if name in ("gather", "reduce"):
+            (axis,), owner = node.args[1], node.args[-1 if name == "gather" else 2]
+            is_absent = coordinates[axis] != owner
+        else:
+            is_absent = name not in ("broadcast", "scatter") and not found.isdisjoint(operands_of(node))
+        if is_absent:
+            found.add(node)
+    return frozenset(found)

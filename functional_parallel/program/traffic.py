@@ -6,8 +6,6 @@ of the first op that computes with the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import fx
 
@@ -51,18 +49,14 @@ def _label(node: fx.Node, labels: Labels) -> tuple[str, ...]:
     forward = info(node).forward_node
     if forward is not None and forward in labels:
         return labels[forward]
-    return _together(labels.get(operand, ()) for operand in operands_of(node))
+    parts = [labels.get(operand, ()) for operand in operands_of(node)]
+    # An op that combines something else with a parameter does not only carry it.
+    return tuple(dict.fromkeys(path for part in parts for path in part)) if all(parts) else ()
 
 
 def _is_carrier(node: fx.Node) -> bool:
     is_collective = primitive_name(node) is not None and bool(operands_of(node))
     return is_collective or node.target in _CARRIERS or view_base(node) is not None
-
-
-def _together(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the labels of operands. An op that combines something else with a parameter does not only carry it."""
-    found = list(parts)
-    return tuple(dict.fromkeys(path for part in found for path in part)) if all(found) else ()
 
 
 def _label_updates(traced: Traced, labels: Labels) -> None:

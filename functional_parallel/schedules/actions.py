@@ -154,7 +154,6 @@ def count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def placement(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Return the rank of each stage, derived from the actions."""
     found: dict[int, int] = {}
     for rank, row in enumerate(actions):
         for action in row:
@@ -199,7 +198,6 @@ def _cells(row: Sequence[Action], pairs: frozenset[Action]) -> list[str]:
 
 
 def table(schedule: Schedule) -> str:
-    """Return a text with one line per rank and the actions in columns."""
     cells = rows(schedule)
     width = max((len(cell) for row in cells for cell in row), default=0)
     digits = len(str(len(cells) - 1))

@@ -8,9 +8,11 @@ stream.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .actions import Action, Schedule, Versions
 from .domain import ranks_of, require
-from .one_f_one_b import one_f_one_b
+from .one_stage import one_f_one_b
 
 __all__ = ["pipedream", "two_bw"]
 
@@ -41,7 +43,7 @@ def pipedream(stages: int, microbatches: int, vertical_sync: bool = False) -> Sc
     delays = [ranks - 1 - (0 if vertical_sync else s) for s in range(stages)]
     reads = {Action(k, s, m): max(0, m - delays[s]) for k in "FB" for s in range(stages) for m in range(microbatches)}
     writes = {Action("B", s, m): m + 1 for s in range(stages) for m in range(microbatches)}
-    return _stream("pipedream", stages, microbatches, Versions(reads, writes))
+    return replace(one_f_one_b(stages, microbatches), versions=Versions(reads, writes), name="pipedream")
 
 
 def two_bw(stages: int, microbatches: int, batch: int | None = None) -> Schedule:
@@ -74,9 +76,4 @@ def two_bw(stages: int, microbatches: int, batch: int | None = None) -> Schedule
     pairs = [(s, m) for s in range(stages) for m in range(microbatches)]
     reads = {Action(kind, s, m): max(0, m // size - 1) for kind in "FB" for s, m in pairs}
     writes = {Action("B", s, m): (m + 1) // size for s, m in pairs if (m + 1) % size == 0}
-    return _stream("2bw", stages, microbatches, Versions(reads, writes))
-
-
-def _stream(name: str, stages: int, microbatches: int, versions: Versions) -> Schedule:
-    order = one_f_one_b(stages, microbatches)
-    return Schedule(order.actions, order.rank_of_stage, microbatches, versions=versions, name=name)
+    return replace(one_f_one_b(stages, microbatches), versions=Versions(reads, writes), name="2bw")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ..errors import ScheduleError
 from .actions import ACTION_KINDS, Action, Schedule, count
 from .dependencies import gradients_of_input, replay, waits_for
+from .simulate import Costs, peak_of
 
 __all__ = ["check", "kept_versions", "peaks"]
 
@@ -59,14 +60,7 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
     Returns:
         One number per rank, in activations of one microbatch and stage. A rank with several stages sums over them.
     """
-    found = []
-    for row in schedule.actions:
-        live = peak = 0
-        for action in row:
-            live += {"F": 1, "I": 0}.get(action.kind, -1)
-            peak = max(peak, live)
-        found.append(peak)
-    return tuple(found)
+    return tuple(int(peak_of(row, Costs())) for row in schedule.actions)
 
 
 def kept_versions(schedule: Schedule) -> tuple[int, ...]:
@@ -187,18 +181,15 @@ def _check_order(schedule: Schedule) -> None:
     for rank in stuck:
         action = schedule.actions[rank][positions[rank]]
         missing = next(earlier for earlier in waits_for(schedule, kinds, action) if earlier not in done)
-        waits.append((rank, action, missing, schedule.rank_of_stage[missing.stage]))
-    for rank, action, missing, owner in waits:
+        owner = schedule.rank_of_stage[missing.stage]
+        wait = (
+            f"rank {rank} is stuck at {action}, its action {positions[rank]}, which waits for {missing}, action "
+            f"{schedule.actions[owner].index(missing)} of"
+        )
         if owner == rank:
-            raise ScheduleError(
-                f"{schedule.name}: rank {rank} is stuck at {action}, its action {positions[rank]}, which waits for "
-                f"{missing}, action {schedule.actions[rank].index(missing)} of the same rank: put {missing} first"
-            )
-    told = "; ".join(
-        f"rank {rank} is stuck at {action}, its action {positions[rank]}, which waits for {missing}, action "
-        f"{schedule.actions[owner].index(missing)} of rank {owner}"
-        for rank, action, missing, owner in waits
-    )
+            raise ScheduleError(f"{schedule.name}: {wait} the same rank: put {missing} first")
+        waits.append(f"{wait} rank {owner}")
+    told = "; ".join(waits)
     raise ScheduleError(f"{schedule.name}: these ranks wait for each other: {told}. Move one awaited action up")
 
 

@@ -21,7 +21,6 @@ __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to `parser`."""
     parser.add_argument("positional", nargs="?", metavar="name", help=f"one of {', '.join(FAMILIES)}")
     parser.add_argument("--name", help="the same as the name")
     size = parser.add_mutually_exclusive_group(required=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from .actions import Action, Schedule
 
-__all__ = ["gradients_of_input", "replay", "waits_for"]
+__all__ = ["gradients_of_input", "receiving_stage", "replay", "replay_groups", "waits_for"]
 
 
 def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: Action) -> list[Action]:
@@ -22,6 +23,13 @@ def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: 
     return [own] if after is None else [Action(kinds.get((after, microbatch), "B"), after, microbatch), own]
 
 
+def receiving_stage(schedule: Schedule, action: Action) -> int | None:
+    """Return the stage that receives the result of an action. None without a receiver."""
+    if action.kind == "W":
+        return None
+    return schedule.after(action.stage) if action.kind == "F" else schedule.before(action.stage)
+
+
 def gradients_of_input(schedule: Schedule) -> dict[tuple[int, int], str]:
     """Return, per stage and microbatch, the kind of the action that computes the gradient of the input: B or I."""
     return {(stage, microbatch): kind for kind, stage, microbatch in schedule if kind in "BI"}
@@ -29,18 +37,28 @@ def gradients_of_input(schedule: Schedule) -> dict[tuple[int, int], str]:
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Yield rank and action in a sequential order of execution, one action per turn of a rank. End if all wait."""
+    return ((rank, action) for rank, (action,), _ in replay_groups(schedule, pairs=()))
+
+
+def replay_groups(
+    schedule: Schedule, pairs: Collection[Action]
+) -> Iterator[tuple[int, tuple[Action, ...], list[Action]]]:
+    """Like `replay`, but an action in `pairs` runs together with the next one. Also yield what the group waits for."""
     kinds = gradients_of_input(schedule)
     done: set[Action] = set()
-    positions = [0] * schedule.ranks
+    waiting = [deque(_groups(row, pairs)) for row in schedule.actions]
     moved = True
     while moved:
         moved = False
-        for rank, row in enumerate(schedule.actions):
-            if positions[rank] == len(row):
-                continue
-            action = row[positions[rank]]
-            if all(earlier in done for earlier in waits_for(schedule, kinds, action)):
-                positions[rank] += 1
+        for rank, groups in enumerate(waiting):
+            needed = [each for action in groups[0] for each in waits_for(schedule, kinds, action)] if groups else []
+            if groups and done.issuperset(needed):
                 moved = True
-                done.add(action)
-                yield rank, action
+                done.update(groups[0])
+                yield rank, groups.popleft(), needed
+
+
+def _groups(row: Sequence[Action], pairs: Collection[Action]) -> Iterator[tuple[Action, ...]]:
+    remaining = iter(row)
+    for action in remaining:
+        yield (action, next(remaining)) if action in pairs else (action,)

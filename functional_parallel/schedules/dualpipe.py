@@ -7,11 +7,9 @@ communicates.
 
 from __future__ import annotations
 
-from collections import deque
-
-from .actions import Action, Schedule
+from .actions import Schedule
 from .domain import ranks_of, require
-from .zero_bubble import folded_placement
+from .zero_bubble import TwoStages, folded_placement
 
 __all__ = ["dualpipe", "dualpipe_v"]
 
@@ -42,8 +40,8 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     rows = []
     for r in range(ranks):
         down, up = r, 2 * ranks - 1 - r
-        rows.append(_EightSteps(*((down, up) if r < ranks // 2 else (up, down))))
-        rows[r].run(min(r, ranks - 1 - r), ranks // 2, microbatches // 2)
+        rows.append(TwoStages(*((down, up) if r < ranks // 2 else (up, down))))
+        _eight_steps(rows[r], min(r, ranks - 1 - r), ranks // 2, microbatches // 2)
     return _schedule("dualpipe", rows, microbatches, chains=2)
 
 
@@ -67,58 +65,28 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     ranks = ranks_of("dualpipe-v", stages, microbatches, 2)
     rule = "at least as many microbatches as stages"
     require("dualpipe-v", rule, "microbatches", microbatches, lambda number: number >= stages, f"stages={stages}")
-    rows = [_EightSteps(r, 2 * ranks - 1 - r) for r in range(ranks)]
+    rows = [TwoStages(r, 2 * ranks - 1 - r) for r in range(ranks)]
     for r, row in enumerate(rows):
-        row.run(r, ranks, microbatches)
+        _eight_steps(row, r, ranks, microbatches)
     return _schedule("dualpipe-v", rows, microbatches, chains=1)
 
 
-def _schedule(name: str, rows: list[_EightSteps], microbatches: int, chains: int) -> Schedule:
+def _schedule(name: str, rows: list[TwoStages], microbatches: int, chains: int) -> Schedule:
     actions, pairs = tuple(tuple(row.actions) for row in rows), frozenset(pair for row in rows for pair in row.pairs)
     return Schedule(actions, folded_placement(len(rows)), microbatches, chains, pairs, name=name)
 
 
-class _EightSteps:
-    """Actions of one rank. Microbatches of direction 0 reach this rank first."""
-
-    def __init__(self, *stages: int) -> None:
-        self.stages = stages
-        self.actions: list[Action] = []
-        self.pairs: list[Action] = []
-        self.next = {(kind, half): 0 for kind in "FB" for half in (0, 1)}
-        self.waiting: deque[tuple[int, int]] = deque()  # stage and microbatch of deferred weight gradients
-
-    def run(self, r: int, half: int, microbatches: int) -> None:
-        self.play("F0", 2 * (half - r - 1))
-        self.play("F0 F1", r + 1)
-        self.play("I1 W F1", half - r - 1)
-        # At the fold, the output of a forward is the input of the other direction. The first pair cannot overlap there.
-        self.play("F0 B1 F1&B0" if r == half - 1 else "F0&B1 F1&B0")
-        self.play("F0&B1 F1&B0", microbatches - 2 * half + r)
-        self.play("B1 F1&B0", half - r - 1)
-        # The later half of the remaining backwards defer their weight gradients.
-        self.play("B1 B0", (r + 1) // 2)
-        self.play("I1 I0" if r % 2 else "B1 I0")
-        self.play("I1 I0", r - (r + 1) // 2)
-        self.play("W I0", half - r - 1)
-        self.play("W", r + 1)
-
-    def play(self, words: str, times: int = 1) -> None:
-        for word in times * words.split():
-            first, _, second = word.partition("&")
-            self.act(first)
-            if second:
-                self.pairs.append(self.actions[-1])
-                self.act(second)
-
-    def act(self, word: str) -> None:
-        if word == "W":
-            self.actions.append(Action("W", *self.waiting.popleft()))
-            return
-        kind, half = word[0], int(word[1])
-        counter = ("F" if kind == "F" else "B", half)
-        action = Action(kind, self.stages[half], self.next[counter])
-        self.next[counter] += 1
-        self.actions.append(action)
-        if kind == "I":
-            self.waiting.append(action[1:])
+def _eight_steps(row: TwoStages, r: int, half: int, microbatches: int) -> None:
+    row.play("F0", 2 * (half - r - 1))
+    row.play("F0 F1", r + 1)
+    row.play("I1 W F1", half - r - 1)
+    # At the fold, the output of a forward is the input of the other direction. The first pair cannot overlap there.
+    row.play("F0 B1 F1&B0" if r == half - 1 else "F0&B1 F1&B0")
+    row.play("F0&B1 F1&B0", microbatches - 2 * half + r)
+    row.play("B1 F1&B0", half - r - 1)
+    # The later half of the remaining backwards defer their weight gradients.
+    row.play("B1 B0", (r + 1) // 2)
+    row.play("I1 I0" if r % 2 else "B1 I0")
+    row.play("I1 I0", r - (r + 1) // 2)
+    row.play("W I0", half - r - 1)
+    row.play("W", r + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .actions import Action, Schedule
 from .domain import ranks_of, require
-from .one_f_one_b import alternate
+from .one_stage import alternate
 
 __all__ = ["breadth_first", "interleaved"]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..errors import ScheduleError
 from .actions import Action, Schedule
-from .dependencies import gradients_of_input, replay, waits_for
+from .dependencies import gradients_of_input, receiving_stage, replay, waits_for
 
 __all__ = ["Receive", "Send", "check_messages", "messages"]
 
@@ -68,20 +68,14 @@ def messages(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     for rank, action in replay(schedule):
         steps[rank].append(action)
         ran += 1
-        other = _receiver(schedule, action)
-        if other is not None and other != rank:
+        stage = receiving_stage(schedule, action)
+        other = rank if stage is None else schedule.rank_of_stage[stage]
+        if other != rank:
             steps[rank].append(Send(action, other))
             steps[other].append(Receive(action, rank))
     if ran < sum(map(len, schedule.actions)):
         raise ScheduleError(f"{schedule.name}: its ranks wait for each other; `check` names the actions")
     return tuple(map(tuple, steps))
-
-
-def _receiver(schedule: Schedule, action: Action) -> int | None:
-    if action.kind == "W":
-        return None
-    stage = schedule.after(action.stage) if action.kind == "F" else schedule.before(action.stage)
-    return None if stage is None else schedule.rank_of_stage[stage]
 
 
 def check_messages(schedule: Schedule, steps: Sequence[Sequence[Instruction]], tagged: bool = False) -> None:

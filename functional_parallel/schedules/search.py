@@ -167,7 +167,7 @@ def search(
     """
     check_search(machine, names, chunks)
     _require("search", "batch", batch, is_positive_int, "an integer of at least 1")
-    plans = [_plan(*choice, sample * batch) for choice in _choices(layers, machine, batch, names, chunks)]
+    plans = list(_plans(layers, machine, batch, names, chunks, sample))
     fitting = [plan for plan in plans if plan.memory <= machine.memory]
     if fitting:
         return sorted(fitting, key=lambda plan: (plan.time, plan.memory))
@@ -192,12 +192,9 @@ def check_search(machine: object, names: object, chunks: object) -> None:
     _require("search", "chunks", chunks, is_positive_int, "an integer of at least 1")
 
 
-_Choice = tuple[Sequence[Layer], Machine, str, Schedule, int, int]
-
-
-def _choices(
-    layers: Sequence[Layer], machine: Machine, batch: int, names: Sequence[str], chunks: int
-) -> Iterator[_Choice]:
+def _plans(
+    layers: Sequence[Layer], machine: Machine, batch: int, names: Sequence[str], chunks: int, sample: float
+) -> Iterator[Plan]:
     for depth in _divisors(machine.ranks):
         replicas = machine.ranks // depth
         if batch % replicas:
@@ -210,7 +207,7 @@ def _choices(
                     schedule = for_ranks(name, depth, batch // replicas // microbatch, chunks)
                 except ScheduleError:  # outside the domain of the schedule
                     continue
-                yield layers, machine, name, schedule, replicas, microbatch
+                yield _plan(layers, machine, name, schedule, replicas, microbatch, sample * batch)
 
 
 def _divisors(number: int) -> list[int]:

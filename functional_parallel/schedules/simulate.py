@@ -9,14 +9,14 @@ the last action of the rank. Zero-bubble schedules make the span bubble zero.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import ScheduleError
 from ..quantities import is_non_negative, is_positive
 from .actions import Action, Schedule
-from .dependencies import gradients_of_input, waits_for
+from .dependencies import receiving_stage, replay_groups
 
 __all__ = ["Costs", "Event", "Timeline", "simulate"]
 
@@ -161,31 +161,20 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     _check_costs(schedule, costs)
-    times = _times(schedule, costs)
-    kinds = gradients_of_input(schedule)
+    draw = random.Random(costs.seed)
+    times = {action: costs.time(action) * (1 + costs.jitter * draw.uniform(-1, 1)) for action in schedule}
     arrivals = _Arrivals(schedule, costs)
     events: list[list[Event]] = [[] for _ in schedule.actions]
-    groups = [list(_groups(row, schedule, costs)) for row in schedule.actions]
-    positions, free = [0] * schedule.ranks, [0.0] * schedule.ranks
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(schedule.ranks):
-            while positions[rank] < len(groups[rank]):
-                group = groups[rank][positions[rank]]
-                needed = [earlier for action in group for earlier in waits_for(schedule, kinds, action)]
-                if not all(earlier in arrivals.ends for earlier in needed):
-                    break
-                start = max([free[rank], *(arrivals.at(earlier, rank) for earlier in needed)])
-                free[rank] = start + _duration([times[action] for action in group], costs)
-                for action in group:
-                    events[rank].append(Event(rank, action, start, free[rank]))
-                    arrivals.add(action, free[rank])
-                positions[rank] += 1
-                moved = True
-    if any(position < len(group) for position, group in zip(positions, groups, strict=True)):
+    free = [0.0] * schedule.ranks
+    for rank, group, needed in replay_groups(schedule, () if costs.overlap is None else schedule.pairs):
+        start = max([free[rank], *(arrivals.times[earlier, rank] for earlier in needed)])
+        free[rank] = start + _duration([times[action] for action in group], costs)
+        for action in group:
+            events[rank].append(Event(rank, action, start, free[rank]))
+            arrivals.add(action, free[rank])
+    if sum(map(len, events)) < sum(map(len, schedule.actions)):
         raise ScheduleError(f"{schedule.name}: its ranks wait for each other; `check` names the actions")
-    return Timeline(schedule, tuple(map(tuple, events)), tuple(_peak(row, costs) for row in schedule.actions))
+    return Timeline(schedule, tuple(map(tuple, events)), tuple(peak_of(row, costs) for row in schedule.actions))
 
 
 def _check_costs(schedule: Schedule, costs: Costs) -> None:
@@ -198,52 +187,33 @@ def _check_costs(schedule: Schedule, costs: Costs) -> None:
             )
 
 
-def _times(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    draw = random.Random(costs.seed)
-    return {action: costs.time(action) * (1 + costs.jitter * draw.uniform(-1, 1)) for action in schedule}
-
-
-def _groups(row: Sequence[Action], schedule: Schedule, costs: Costs) -> Iterator[tuple[Action, ...]]:
-    """Yield the actions of a rank, with the overlapping ones as a group."""
-    remaining = iter(row)
-    for action in remaining:
-        paired = costs.overlap is not None and action in schedule.pairs
-        yield (action, next(remaining)) if paired else (action,)
-
-
 def _duration(times: Sequence[float], costs: Costs) -> float:
     saved = (costs.overlap or 0.0) * min(times) if len(times) > 1 else 0.0
     return sum(times) - saved
 
 
 class _Arrivals:
-    """Times when the result of each action is available, on its rank and on the receiving rank."""
+    """Times at which the result of each action is on a rank: the one that runs it, and the one that receives it."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
-        self.ends: dict[Action, float] = {}
-        self.arrived: dict[Action, float] = {}
+        self.times: dict[tuple[Action, int], float] = {}
         self.busy_until: dict[tuple[int, int], float] = {}
 
     def add(self, action: Action, end: float) -> None:
-        self.ends[action] = end
-        schedule = self.schedule
-        to = schedule.after(action.stage) if action.kind == "F" else schedule.before(action.stage)
-        if action.kind == "W" or to is None:
+        ranks, to = self.schedule.rank_of_stage, receiving_stage(self.schedule, action)
+        self.times[action, ranks[action.stage]] = end
+        if to is None or ranks[to] == ranks[action.stage]:
             return
-        way = (schedule.rank_of_stage[action.stage], schedule.rank_of_stage[to])
+        way = (ranks[action.stage], ranks[to])
         # Messages between two stages have the same size in both directions: a gradient is as large as its value.
         size = at(self.costs.message, min(action.stage, to))
         sent = max(end, self.busy_until.get(way, end)) + size / self.costs.bandwidth
         self.busy_until[way] = sent
-        self.arrived[action] = end if way[0] == way[1] else sent + self.costs.latency
-
-    def at(self, action: Action, rank: int) -> float:
-        own = self.schedule.rank_of_stage[action.stage] == rank
-        return self.ends[action] if own else self.arrived[action]
+        self.times[action, ranks[to]] = sent + self.costs.latency
 
 
-def _peak(row: Sequence[Action], costs: Costs) -> float:
+def peak_of(row: Sequence[Action], costs: Costs) -> float:
     live = peak = 0.0
     kept = costs.kept_by_weight_gradient
     for action in row:

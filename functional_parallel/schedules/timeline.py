@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .actions import ACTION_KINDS, Action
+from .actions import ACTION_KINDS
 from .simulate import Event, Timeline
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ def timeline_text(timeline: Timeline, unit: float | None = None) -> str:
     named = timeline.schedule.stages > timeline.schedule.ranks
     columns = round(timeline.makespan / unit)
     lines, digits = [], len(str(timeline.schedule.ranks - 1))
-    labels = {event: _label(event.action, named) for row in timeline.events for event in row}
+    labels = {
+        event: str(event.action) if named else f"{event.action.kind}{event.action.microbatch}"
+        for row in timeline.events
+        for event in row
+    }
     width = max(map(len, labels.values()))
     for rank, row in enumerate(timeline.events):
         cells = ["."] * columns
@@ -65,10 +69,6 @@ def _unit(timeline: Timeline, first: float) -> float:
     scale = math.lcm(*(time.denominator for time in times))
     common = Fraction(math.gcd(*(int(time * scale) for time in times)), scale)
     return max(float(common), timeline.makespan / 200) or 1.0  # any positive unit if no action takes time
-
-
-def _label(action: Action, named: bool) -> str:
-    return str(action) if named else f"{action.kind}{action.microbatch}"
 
 
 def summary(timeline: Timeline) -> str:
@@ -150,6 +150,7 @@ def plot(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
     columns = 1 if len(timelines) == 1 else 2
@@ -165,7 +166,9 @@ def plot(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
             axes.set_axis_off()
         else:
             _draw(axes, each, until)
-    figure.legend(handles=_legend(timelines), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    there = {event.action.kind for each in timelines for row in each.events for event in row}
+    legend = [Patch(color=_COLORS[kind], label=text) for kind, text in ACTION_KINDS.items() if kind in there]
+    figure.legend(handles=legend, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path)
 
 
@@ -201,10 +204,3 @@ def _draw(axes: Axes, timeline: Timeline, until: float) -> None:
     runs_on = f", until {timeline.makespan:g}" if timeline.makespan > until else ""
     axes.set_title(f"{schedule.title()}: bubble {timeline.bubble_fraction:.1%}, peak {peak:g}{runs_on}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _legend(timelines: Sequence[Timeline]) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    there = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
-    return [Patch(color=_COLORS[kind], label=text) for kind, text in ACTION_KINDS.items() if kind in there]

@@ -49,7 +49,6 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def _versioned(cell: str, versions: Versions) -> str:
-    """Append the weight versions to each action of a cell."""
 
     def written(found: re.Match[str]) -> str:
         action = Action(found[2], int(found[1]), int(found[3]))

@@ -8,10 +8,12 @@ rank of 1F1B.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from .actions import Action, Schedule
 from .domain import ranks_of
+from .one_stage import one_stage_per_rank
 
 __all__ = ["zb_h1", "zb_h2", "zb_v"]
 
@@ -36,7 +38,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     """
     ranks = ranks_of("zb-h1", stages, microbatches)
     rows = (_delayed(r, microbatches, ahead=ranks - 1 - r, behind=r, forward_first=True) for r in range(ranks))
-    return Schedule(tuple(map(tuple, rows)), tuple(range(ranks)), microbatches, name="zb-h1")
+    return one_stage_per_rank("zb-h1", rows, microbatches)
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
@@ -61,24 +63,18 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
     """
     ranks = ranks_of("zb-h2", stages, microbatches)
     rows = (_delayed(r, microbatches, 2 * (ranks - r) - 1, behind=2 * r, forward_first=False) for r in range(ranks))
-    return Schedule(tuple(map(tuple, rows)), tuple(range(ranks)), microbatches, name="zb-h2")
+    return one_stage_per_rank("zb-h2", rows, microbatches)
 
 
 def _delayed(r: int, microbatches: int, ahead: int, behind: int, forward_first: bool) -> Iterator[Action]:
     """Yield `ahead` forwards, then alternate forwards and input gradients. W lags I by `behind` microbatches."""
-    forwards = iter(range(microbatches))
-    weights = iter(range(microbatches))
-    for _, m in zip(range(ahead), forwards, strict=False):
-        yield Action("F", r, m)
+    forwards, inputs, weights = ([Action(kind, r, m) for m in range(microbatches)] for kind in "FIW")
+    yield from forwards[:ahead]
     for i in range(microbatches):
-        if forward_first:
-            yield from (Action("F", r, m) for _, m in zip(range(1), forwards, strict=False))
-        yield Action("I", r, i)
-        if i >= behind:
-            yield Action("W", r, next(weights))
-        if not forward_first:
-            yield from (Action("F", r, m) for _, m in zip(range(1), forwards, strict=False))
-    yield from (Action("W", r, m) for m in weights)
+        forward = forwards[ahead + i : ahead + i + 1]
+        gradients = [inputs[i], *weights[max(0, i - behind) : max(0, i - behind + 1)]]
+        yield from (*forward, *gradients) if forward_first else (*gradients, *forward)
+    yield from weights[max(0, microbatches - behind) :]
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
@@ -111,25 +107,49 @@ def folded_placement(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def _folded(r: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    numbers = {(kind, half): iter(range(microbatches)) for kind in "FIW" for half in (0, 1)}
-    done = dict.fromkeys(numbers, 0)
+def _folded(r: int, ranks: int, microbatches: int) -> list[Action]:
+    row = TwoStages(r, 2 * ranks - 1 - r)
+    row.play("F0", 2 * (ranks - r) - 1)
+    row.play("F1 F0", r)
+    row.play("F1 I1 W1", ranks - r)
+    while row.next["F", 1] < row.next["F", 0] or row.next["F", 0] < microbatches:
+        if row.next["F", 0] < microbatches:
+            row.play("F0")
+        row.play("I0 W0 F1 I1 W1")
+    row.play("I0 I1", r)
+    row.play("I0 W0", ranks - r)
+    row.play("W1", microbatches - row.next["W", 1])
+    row.play("W0", microbatches - row.next["W", 0])
+    return row.actions
 
-    def take(words: str, times: int = 1) -> Iterator[Action]:
-        for _ in range(times):
-            for word in words.split():
-                kind, half = word[0], int(word[1])
-                done[kind, half] += 1
-                yield Action(kind, 2 * ranks - 1 - r if half else r, next(numbers[kind, half]))
 
-    yield from take("F0", 2 * (ranks - r) - 1)
-    yield from take("F1 F0", r)
-    yield from take("F1 I1 W1", ranks - r)
-    while done["F", 1] < done["F", 0] or done["F", 0] < microbatches:
-        if done["F", 0] < microbatches:
-            yield from take("F0")
-        yield from take("I0 W0 F1 I1 W1")
-    yield from take("I0 I1", r)
-    yield from take("I0 W0", ranks - r)
-    yield from take("W1", microbatches - done["W", 1])
-    yield from take("W0", microbatches - done["W", 0])
+class TwoStages:
+    """Actions of a rank with two stages, 0 and 1. A microbatch of direction 0 reaches the rank at stage 0 first."""
+
+    def __init__(self, *stages: int) -> None:
+        self.stages = stages
+        self.actions: list[Action] = []
+        self.pairs: list[Action] = []
+        self.next = {(kind, half): 0 for kind in "FBW" for half in (0, 1)}
+        self.waiting: deque[tuple[int, int]] = deque()  # stage and microbatch of deferred weight gradients
+
+    def play(self, words: str, times: int = 1) -> None:
+        """Run actions such as "F0", "B1", overlapping ones "F0&B1", and the oldest deferred weight gradient "W"."""
+        for word in times * words.split():
+            first, _, second = word.partition("&")
+            self._act(first)
+            if second:
+                self.pairs.append(self.actions[-1])
+                self._act(second)
+
+    def _act(self, word: str) -> None:
+        if word == "W":
+            self.actions.append(Action("W", *self.waiting.popleft()))
+            return
+        kind, half = word[0], int(word[1])
+        counter = ("B" if kind == "I" else kind, half)
+        action = Action(kind, self.stages[half], self.next[counter])
+        self.next[counter] += 1
+        self.actions.append(action)
+        if kind == "I":
+            self.waiting.append(action[1:])

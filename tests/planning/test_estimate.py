@@ -11,7 +11,7 @@ import torch
 import functional_parallel as fp
 from functional_parallel.errors import PipelineError
 from functional_parallel.ir import info
-from functional_parallel.planning.estimate import CONVENTIONS, Convention, transformer_parameters
+from functional_parallel.planning.estimate import CONVENTIONS, Convention
 from functional_parallel.training.state import StaticLeaf
 from sharding_specs import Mesh, P
 
@@ -228,12 +228,3 @@ def test_interleaving_holds_more() -> None:
 def test_an_unknown_recomputation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'some'.*'none', 'selective' or 'full'"):
         fp.activation_bytes(1, 8, 8, 2, recompute="some")
-
-
-def test_parameters_of_a_gpt() -> None:
-    """As counted on the shapes of its parts, norms and biases too; the formula leaves out the last norm."""
-    layers, hidden, vocabulary, sequence = 3, 16, 50, 8
-    block = [(hidden, 3 * hidden), (3 * hidden,), (hidden, hidden), (hidden,), (hidden, 4 * hidden), (4 * hidden,)]
-    block += [(4 * hidden, hidden), (hidden,), *[(hidden,)] * 4]
-    count = sum(meta(*shape).numel() for shape in block) * layers + (vocabulary + sequence) * hidden
-    assert transformer_parameters(layers, hidden, vocabulary, sequence) == count

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.program.hardware import HARDWARE, group_topology
-from functional_parallel.program.links import Line
+from functional_parallel.program.hardware import HARDWARE, Line, group_topology
 from functional_parallel.program.work import flops
 from functional_parallel.schedules.registry import FAMILIES
 from sharding_specs import Mesh, P, split

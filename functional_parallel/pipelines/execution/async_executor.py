@@ -7,7 +7,7 @@ A version is dropped when no later action reads it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 
@@ -16,7 +16,7 @@ from ...schedules import Action
 from ..structure import PipelineStructure
 from .rank_executor import RankExecutor, RunProgram
 
-__all__ = ["AsyncRankExecutor"]
+__all__ = ["AsyncRankExecutor", "Executor"]
 
 
 class AsyncRankExecutor:
@@ -99,6 +99,9 @@ class AsyncRankExecutor:
         self.versions[self.newest - 1] = _weights(newest)  # only the newest optimizer state is ever read
         self.results.append(made)
         del self.workers[group]
+
+
+Executor: TypeAlias = RankExecutor | AsyncRankExecutor
 
 
 def _weights(inputs: dict[fx.Node, Any]) -> dict[fx.Node, Any]:

@@ -8,22 +8,20 @@ time.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import fx
 
 from ...ir import Aval, info
-from ...program import Memory, Program, Storage, StorageTable, channel_bytes, shared_by_collectives
+from ...program import Memory, Program, Storage, StorageTable, channel_bytes, kind_of_input, shared_by_collectives
 from ...schedules import Action, Receive, Send
 from ..extract import Subprogram
 from ..memory import PIPELINE_KINDS, PipelineMemory
 from ..stages import Stage
 from ..structure import PipelineStructure
-from .async_executor import AsyncRankExecutor
-from .executor import Executor
+from .async_executor import AsyncRankExecutor, Executor
 from .rank_executor import RankExecutor
 from .schedule_runner import ScheduleRunner, slices_of
 
@@ -46,21 +44,15 @@ class SimulatedStorage:
 
     def __init__(self, tally: _Tally, size: int, kind: str, what: str, where: str = "") -> None:
         self.tally, self.size, self.kind, self.what, self.where = tally, size, kind, what, where
-        tally.alive[kind] += size
+        tally.alive += size
         tally.living.add(self)
 
     @property
     def row(self) -> Row:
         return self.size, self.kind, self.what, self.where
 
-    def becomes(self, kind: str) -> None:
-        """Count it as another kind from now on."""
-        self.tally.alive[self.kind] -= self.size
-        self.tally.alive[kind] += self.size
-        self.kind = kind
-
     def __del__(self) -> None:
-        self.tally.alive[self.kind] -= self.size
+        self.tally.alive -= self.size
 
 
 Value = tuple[SimulatedStorage, ...]  # value of the executor: a tensor, or the results of an op with several
@@ -70,7 +62,7 @@ class _Tally:
     """Bytes of live storages, with their curve and peak."""
 
     def __init__(self) -> None:
-        self.alive: Counter[str] = Counter()
+        self.alive = 0
         self.living: weakref.WeakSet[SimulatedStorage] = weakref.WeakSet()
         self.curve: list[int] = []
         self.peak = -1
@@ -80,7 +72,7 @@ class _Tally:
 
     def note(self, step: str, beside: Sequence[Row] = ()) -> None:
         """Add a point to the curve: the live storages, plus the rows in `beside`."""
-        total = self.alive.total() + sum(size for size, *_ in beside)
+        total = self.alive + sum(size for size, *_ in beside)
         if total > self.peak:
             self.peak = total
             rows = [*(each.row for each in self.living), *beside]
@@ -89,9 +81,6 @@ class _Tally:
             self.largest = tuple((-size, what, where) for size, what, where in largest)
         self.curve.append(total)
         self.steps.append(step)
-
-    def memory(self, name: str) -> Memory:
-        return Memory(name, tuple(self.curve), tuple(self.steps), self.most, self.largest)
 
 
 class _Footprint:
@@ -143,7 +132,7 @@ def _programs(program: PipelineStructure) -> Iterator[tuple[Program, list[str]]]
     replaces = program.epilogue.replaces
     for level in program.epilogue.parts:
         for part in level.values():
-            yield part.program, [_kind_of_input(replaces.get(node)) for node in part.outputs]
+            yield part.program, [_kind_of_replaced(replaces.get(node)) for node in part.outputs]
 
 
 def _kinds_of_work(stage: Stage, kind: str, part: Subprogram, sums: int) -> list[str]:
@@ -153,17 +142,15 @@ def _kinds_of_work(stage: Stage, kind: str, part: Subprogram, sums: int) -> list
     return [*("messages" if node in travels else "residuals" for node in ordinary), *["gradients"] * sums]
 
 
-def _kind_of_input(node: fx.Node | None) -> str:
-    if node is None or not info(node).is_state:
-        return ""
-    return "parameters" if info(node).is_parameter else "optimizer state"
+def _kind_of_replaced(node: fx.Node | None) -> str:
+    return "" if node is None or not info(node).is_state else kind_of_input(node)
 
 
 class _OneRank:
     """Simulated runtime and mailbox of one rank: computes nothing and counts the memory that real runs would need."""
 
     def __init__(self, program: PipelineStructure, rank: int, footprints: Mapping[Program, _Footprint]) -> None:
-        self.program, self.rank, self.footprints, self.mesh = program, rank, footprints, program.mesh
+        self.program, self.rank, self.footprints = program, rank, footprints
         self.tally, self.constants = _Tally(), dict[int, SimulatedStorage]()
         self.step = ""
         self.sent: list[Value] = []  # kept until the next message is sent
@@ -174,13 +161,14 @@ class _OneRank:
                 self._constant(tensor)
 
     def memory(self) -> Memory:
-        """Simulate the rank's actions of a step and return its memory."""
         program = self.program
         inputs = {node: self._input(node) for node in program.inputs if self.rank in program.holders(node)}
         self.step = f"before the pipeline, rank {self.rank}"
         self._run_step(inputs)
-        found = self.tally.memory(f"{program.name}, rank {self.rank} of {program.axis!r}")
-        return replace(found, shared=self._shared())
+        own = [one for part in program.programs_of_rank(self.rank) for one in part.collectives()]
+        shared = shared_by_collectives(own, program.mesh) + sum(map(channel_bytes, self.messages.values()))
+        name, tally = f"{program.name}, rank {self.rank} of {program.axis!r}", self.tally
+        return Memory(name, tuple(tally.curve), tuple(tally.steps), tally.most, tally.largest, shared)
 
     def _run_step(self, inputs: dict[fx.Node, Value]) -> None:
         program, executor = self.program, ScheduleRunner(self.program, self, self._act)
@@ -198,17 +186,9 @@ class _OneRank:
         self.step = str(action)
         return worker.act(action)
 
-    def _shared(self) -> int:
-        own = [one for part in self.program.programs_of_rank(self.rank) for one in part.collectives()]
-        channels = sum(map(channel_bytes, self.messages.values()))
-        return shared_by_collectives(own, self.mesh) + channels
-
     def _input(self, node: fx.Node) -> Value:
-        aval, kind = info(node).aval, _kind_of_input(node)
-        if not kind:
-            kind = "parameters" if info(node).is_parameter else "other inputs"
-        size = aval.nbytes * (self.program.schedule.microbatches if node in self.program.cut_dims else 1)
-        return (SimulatedStorage(self.tally, size, kind, str(info(node).path or node.name)),)
+        size = info(node).aval.nbytes * (self.program.schedule.microbatches if node in self.program.cut_dims else 1)
+        return (SimulatedStorage(self.tally, size, kind_of_input(node), str(info(node).path or node.name)),)
 
     def _constant(self, tensor: torch.Tensor) -> SimulatedStorage:
         key = id(tensor)
@@ -252,7 +232,7 @@ class _OneRank:
         values = self.under_way.pop(action)
         for node, value in zip(self.program.message(action), values, strict=True):
             if node in kept:
-                value[0].becomes("residuals")
+                value[0].kind = "residuals"
         return values
 
     def finish(self) -> None:

@@ -11,7 +11,7 @@ from ...ir import Aval, info
 from ...schedules import Action, Receive, Send, messages
 from ..epilogue import Transfer
 from ..structure import PipelineStructure
-from .executor import Executor
+from .async_executor import Executor
 from .rank_executor import RankExecutor
 
 __all__ = ["Mailbox", "ScheduleRunner", "slices_of"]
@@ -61,7 +61,6 @@ class ScheduleRunner:
         self.mail.finish()
 
     def _run_action(self, worker: Executor, action: Action) -> list[Any]:
-        """Run an action; return the values for a neighbour on another rank."""
         program = self.program
         for awaited in program.awaited(action):
             self._take(worker, awaited, action.stage)

@@ -1,11 +1,66 @@
-"""1F1B schedules: after a warm-up of forwards, a rank alternates one forward and one backward."""
+"""Schedules with one stage per rank and whole backwards: sequential, GPipe and 1F1B.
+
+After a warm-up of forwards, a rank of 1F1B alternates one forward and one backward.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from .actions import Action, Schedule
 from .domain import ranks_of
 
-__all__ = ["alternate", "eager_one_f_one_b", "one_f_one_b"]
+__all__ = ["alternate", "eager_one_f_one_b", "gpipe", "naive", "one_f_one_b", "one_stage_per_rank"]
+
+
+def one_stage_per_rank(name: str, rows: Iterable[Iterable[Action]], microbatches: int) -> Schedule:
+    actions = tuple(map(tuple, rows))
+    return Schedule(actions, tuple(range(len(actions))), microbatches, name=name)
+
+
+def naive(stages: int, microbatches: int) -> Schedule:
+    """Build a sequential schedule: each microbatch runs forward and backward before the next one starts.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.naive(2, 2))
+    naive: 2 stages on 2 ranks, 2 microbatches
+    rank 0  0F0  0B0  0F1  0B1
+    rank 1  1F0  1B0  1F1  1B1
+
+    Args:
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches per step.
+
+    Returns:
+        The schedule. A rank holds the activations of one microbatch and is idle for (stages − 1)/stages of the time.
+    """
+    ranks = ranks_of("naive", stages, microbatches)
+    rows = ([Action(kind, r, m) for m in range(microbatches) for kind in "FB"] for r in range(ranks))
+    return one_stage_per_rank("naive", rows, microbatches)
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """Build a GPipe schedule: the forwards of all microbatches, then all backwards.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.gpipe(2, 2))
+    gpipe: 2 stages on 2 ranks, 2 microbatches
+    rank 0  0F0  0F1  0B0  0B1
+    rank 1  1F0  1F1  1B0  1B1
+
+    Source: Huang et al. 2019, GPipe, section 2.2. The order of the backwards does not change time or memory. Here it
+    is the order of the forwards, so every rank sums gradients in the order of microbatches.
+
+    Args:
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches per step.
+
+    Returns:
+        The schedule; a rank holds the activations of all microbatches.
+    """
+    ranks = ranks_of("gpipe", stages, microbatches)
+    rows = ([Action(kind, r, m) for kind in "FB" for m in range(microbatches)] for r in range(ranks))
+    return one_stage_per_rank("gpipe", rows, microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -55,7 +110,7 @@ def _warmed(name: str, stages: int, microbatches: int, ahead: int) -> Schedule:
     ranks = ranks_of(name, stages, microbatches)
     forwards, backwards = ([[Action(k, r, m) for m in range(microbatches)] for r in range(ranks)] for k in "FB")
     rows = (alternate(forwards[r], backwards[r], min(ahead * (ranks - 1 - r), microbatches)) for r in range(ranks))
-    return Schedule(tuple(rows), tuple(range(ranks)), microbatches, name=name)
+    return one_stage_per_rank(name, rows, microbatches)
 
 
 def alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
