@@ -16,8 +16,7 @@ from ..optim import Optimizer
 from ..runtime import world_size
 from ..training import Metrics, TrainStep, train_step
 from ..transforms import data_parallel
-from .torch_optimizers import translated
-from .torch_schedulers import rates_of
+from .torch_optimizers import rates_of, translated
 
 __all__ = ["PreparedStep", "prepare"]
 
