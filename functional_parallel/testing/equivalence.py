@@ -13,7 +13,7 @@ from sharding_specs import Mesh, tree_paths
 from ..compile import Compiled, compile
 from ..errors import NotEquivalentError
 from ..functions import PyTree, grad_and_value
-from ..ir import as_real, info
+from ..ir import as_real, info, is_trained
 from ..pipelines import PipelineProgram
 from ..program import Program
 from .compare import compare, tolerance_of
@@ -176,7 +176,7 @@ def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyT
     """Return a function that computes a sum of the inexact results with drawn integer weights, and the results."""
     generator = torch.Generator().manual_seed(0)
     weights = [
-        torch.randint(-4, 5, as_real(leaf).shape, generator=generator).to(as_real(leaf)) if _is_inexact(leaf) else None
+        torch.randint(-4, 5, as_real(leaf).shape, generator=generator).to(as_real(leaf)) if is_trained(leaf) else None
         for leaf in optree.tree_leaves(results)
     ]
 
@@ -203,13 +203,9 @@ def _narrowest(
     return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
-def _is_inexact(leaf: PyTree) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
 def _has_inexact(tree: PyTree) -> bool:
-    return any(map(_is_inexact, optree.tree_leaves(tree)))
+    return any(map(is_trained, optree.tree_leaves(tree)))
 
 
 def _is_finite(tree: PyTree) -> bool:
-    return all(bool(leaf.isfinite().all()) for leaf in optree.tree_leaves(tree) if _is_inexact(leaf))
+    return all(bool(leaf.isfinite().all()) for leaf in optree.tree_leaves(tree) if is_trained(leaf))
