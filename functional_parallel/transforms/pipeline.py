@@ -12,7 +12,7 @@ from ..ir import source
 from ..pipelines import BALANCES, CutSpec, PipelineRequest, Stacks, unstacked
 from ..requests import Microbatches, Order, owners_of
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
-from .microbatched import microbatched
+from .accumulate import microbatched
 from .parallel import Rules, parameter_specs
 from .transform import Transform
 
