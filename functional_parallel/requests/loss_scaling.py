@@ -180,7 +180,4 @@ def _overflow(norm: torch.Tensor | None) -> torch.Tensor:
 
 
 def _select(condition: torch.Tensor, old: PyTree, new: PyTree) -> PyTree:
-    def one(a: PyTree, b: PyTree) -> PyTree:
-        return torch.where(condition, a, b) if isinstance(b, torch.Tensor) else b
-
-    return optree.tree_map(one, old, new)
+    return optree.tree_map(lambda a, b: torch.where(condition, a, b) if isinstance(b, torch.Tensor) else b, old, new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 
 import optree
 import torch
@@ -70,7 +71,7 @@ def assert_equivalent(
             and its source line. Or it reports that `loss` returns other values when it is called again.
     """
     args = (params, *batch)
-    check = _Check(loss, plan, mesh, args, exact=exact, rtol=rtol)
+    check = _Check(loss, plan, mesh, args, exact, rtol)
     check.compare_with(check.plain(args), args)
     if draw:
         _check_drawn(check, args)
@@ -96,21 +97,19 @@ def _check_drawn(check: _Check, args: tuple[PyTree, ...]) -> None:
     )
 
 
+@dataclass
 class _Check:
     """Values and gradients of a function, with and without a plan. The first arguments determine its kind."""
 
-    def __init__(
-        self,
-        loss: Callable[..., PyTree],
-        plan: Callable[..., PyTree],
-        mesh: Mesh,
-        args: tuple[PyTree, ...],
-        *,
-        exact: bool,
-        rtol: float | None,
-    ) -> None:
-        self.loss, self.plan, self.mesh, self.exact, self.rtol = loss, plan, mesh, exact, rtol
-        self._plain: Callable[..., PyTree] = loss
+    loss: Callable[..., PyTree]
+    plan: Callable[..., PyTree]
+    mesh: Mesh
+    args: InitVar[tuple[PyTree, ...]]
+    exact: bool
+    rtol: float | None
+
+    def __post_init__(self, args: tuple[PyTree, ...]) -> None:
+        self._plain: Callable[..., PyTree] = self.loss
         self._named: Callable[[PyTree], dict[str, PyTree]]
         self.step = self._compiled(args)
 

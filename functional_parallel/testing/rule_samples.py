@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import optree
 import torch
-from torch import fx
 
 from ..functions import PyTree, filled
 from ..ir import Aval, aval_of, eval_node, tensor_operands
@@ -55,7 +54,14 @@ def sample_of(op: Callable[..., PyTree], number: int, sample: tuple[PyTree, ...]
     call = sample if has_keywords else (sample, {})
     leaves, tree = optree.tree_flatten(call)
     traced = traced_leaves(partial(_call, op), call)
-    node = _node_of(op, number, traced.nodes)
+    found = list(traced.nodes)
+    node = next((node for node in found if node.target == op), None)
+    if node is None:
+        names = ", ".join(str(node.target) for node in found) or "no op at all"
+        raise ValueError(
+            f"check_rule({op}): the graph of sample {number} holds {names}, not the op; rules are looked up for the "
+            "ops of the graph, so check those"
+        )
     tensors = (index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     by_input = dict(zip(traced.inputs, tensors, strict=True))
     operands = [by_input.get(operand) for operand in tensor_operands(node)]
@@ -71,18 +77,6 @@ def _call(op: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str,
     """Call the op: with its derivative outside of a trace, and as the op itself inside one."""
     result = op(*args, **kwargs) if recorder() is not None else eval_node(op, args, kwargs)
     return [leaf for leaf in optree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def _node_of(op: Callable[..., PyTree], number: int, nodes: Iterator[fx.Node]) -> fx.Node:
-    found = list(nodes)
-    node = next((node for node in found if node.target == op), None)
-    if node is None:
-        names = ", ".join(str(node.target) for node in found) or "no op at all"
-        raise ValueError(
-            f"check_rule({op}): the graph of sample {number} holds {names}, not the op; rules are looked up for the "
-            "ops of the graph, so check those"
-        )
-    return node
 
 
 def require_overload(op: Callable[..., PyTree]) -> None:

@@ -102,7 +102,8 @@ def mixed_precision(
             batch, statistics = _cast(batch, entering, STATISTICS)
             with PrecisionMode(dtype, [*kept, *statistics], further):
                 result = inner.run(leaves, *batch)
-            return optree.tree_map(lambda leaf: _result(leaf, dtype), result), inner.results
+            wide = optree.tree_map(lambda x: x.float() if is_floating(x) and x.dtype == dtype else x, result)
+            return wide, inner.results
 
         layout = replace(inner.layout, describe=(*inner.layout.describe, name))
         return LocalFunction(call, layout, inner.name).requesting(*requests)
@@ -141,10 +142,6 @@ def _is_kept(keep: Sequence[str], tree: PyTree) -> PyTree:
         is_floating(leaf) and any(matches(pattern, path) for pattern in keep)
         for path, leaf in zip(tree_paths(tree), leaves, strict=True)
     )
-
-
-def _result(leaf: PyTree, dtype: torch.dtype) -> PyTree:
-    return leaf.float() if is_floating(leaf) and leaf.dtype == dtype else leaf
 
 
 def _type(name: str, argument: str, supported: Sequence[str]) -> torch.dtype:
