@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..functions import PyTree
-from ..ir import VIEWS, argument, info, is_trained
+from ..ir import VIEWS, argument, as_complex, as_real, info, is_trained
 from ..rules import cross_entropy
 from .intermediate import traced_leaves
 
@@ -78,10 +78,7 @@ class _Draw:
             return x if is_parameter else self._integers(x, legal)
         if not x.isfinite().all():
             return wide
-        if x.is_complex():
-            parts = torch.view_as_real(wide)
-            return torch.view_as_complex(self._floats(parts).contiguous())
-        return self._floats(wide)
+        return as_complex(self._floats(as_real(wide))) if x.is_complex() else self._floats(wide)
 
     # --- floating leaves ---
 
