@@ -34,7 +34,7 @@ from sharding_specs.pytree import SpecTree, Tree
 from . import checkpoint
 from .errors import CheckpointError, LaunchError, OrderError, PipelineError, ScheduleError
 from .planning import CONVENTIONS, estimate
-from .program import HARDWARE, Program, readable_bytes
+from .program import HARDWARE, Program, columns, readable_bytes
 from .runtime import launch_of_environment
 from .schedules import command
 from .transforms import chain, matched, pipeline, tensor_parallel, zero
@@ -136,8 +136,7 @@ def _doctor(_: argparse.Namespace) -> str:
             {name: importlib.util.find_spec(name) for name in ("tqdm", "matplotlib", "hypothesis", "cloudpickle")}
         ),
     }
-    width = max(map(len, rows))
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
+    return "\n".join(columns(list(rows.items())))
 
 
 def _listed(found: Mapping[str, Any]) -> str:
@@ -192,11 +191,8 @@ def _memory(chosen: argparse.Namespace) -> str:
     specs, _, unused = matched(rules, params, chosen.target)
     validate(params, specs, mesh)
     rows = sorted(memory_table(params, specs, mesh), key=lambda row: -row.bytes)
-    cells = [(row.path, str(list(row.shape)), repr(row.spec), readable_bytes(row.bytes)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    total = readable_bytes(sum(row.bytes for row in rows))
-    lines.append(f"total {total} per rank on {mesh!r}")
+    lines = columns([(row.path, str(list(row.shape)), repr(row.spec), readable_bytes(row.bytes)) for row in rows])
+    lines.append(f"total {readable_bytes(sum(row.bytes for row in rows))} per rank on {mesh!r}")
     if unused:
         lines.append(f"rules that find no parameter: {', '.join(unused)}")
     if chosen.zero is not None:

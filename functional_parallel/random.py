@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from . import _torch
-from . import collectives as fp
-from .collectives import DimSplit, axis_size
+from .collectives import DimSplit, axis_index, axis_size
 from .errors import RandomKeyError
 from .ir import register_differentiable
 from .tracing import intercept, intercept_op
@@ -220,27 +219,21 @@ def _uniform(
     `key` precede those of `like`.
     """
     position, stride = torch.zeros((), dtype=torch.int64, device=like.device), 1
-    for dim in range(len(shape) - 1, -1, -1):
-        cuts = [
-            (outer, DimSplit(axis_size(axis), samples), axis)
-            for axis, where, outer, samples in zip(axes, splits[0::3], splits[1::3], splits[2::3], strict=True)
-            if where == dim
-        ]
-        index = _global_index(like.shape[dim], cuts, like.device)
+    cuts = list(zip(axes, splits[0::3], splits[1::3], splits[2::3], strict=True))
+    for dim in reversed(range(len(shape))):
+        length = like.shape[dim]
+        index = torch.arange(length, device=like.device)
+        for axis, where, outer, samples in reversed(cuts):
+            if where == dim:
+                parts = DimSplit(axis_size(axis), samples)
+                index = parts.whole_position(index, axis_index(axis), length, outer)
+                length = parts.whole(length)
         position = position + (index * stride).reshape([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= shape[dim]
     bits = _mix(_mix(position * _GOLDEN + key.reshape(*key.shape, *[1] * len(shape))))
     digits = 53 if like.dtype == torch.float64 else 24 if like.dtype == torch.float32 else 8
     whole = (bits >> (64 - digits)) & ((1 << digits) - 1)
     return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand(*key.shape, *like.shape)
-
-
-def _global_index(length: int, splits: Sequence[tuple[int, DimSplit, str]], device: torch.device) -> torch.Tensor:
-    index = torch.arange(length, device=device)
-    for outer, parts, axis in reversed(splits):
-        index = parts.whole_position(index, fp.axis_index(axis), length, outer)
-        length = parts.whole(length)
-    return index
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

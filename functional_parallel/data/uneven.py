@@ -94,7 +94,8 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
     name, advice = f"fp.even_batches(rows={rows})", "Every rank goes through it to the end, or all leave at one batch"
     batch, number = own.take(), 0
     runtime.agree(f"begins {name}", advice)
-    sample = _common_sample(runtime.exchange(_sample(batch), "to compare samples"), mesh)
+    first = optree.tree_map(lambda leaf: leaf[:1].detach().cpu().clone() if _has_rows(leaf) else leaf, batch)
+    sample = _common_sample(runtime.exchange(first, "to compare samples"), mesh)
     while True:
         status = _PROBLEM if own.problem is not None else _NOTHING if batch is None else _BATCH
         worst = runtime.agree(f"asks {name} for batch {number}", advice, status)
@@ -168,11 +169,6 @@ def _rows_that_fit(batch: PyTree, rows: int) -> int:
             f"a batch has {count} rows, more than the {rows} that it shall have: give a larger rows="
         )
     return count
-
-
-def _sample(batch: PyTree | None) -> PyTree | None:
-    """Return a copy of the first row of a batch, to be sent to the other ranks; None for None."""
-    return optree.tree_map(lambda leaf: leaf[:1].detach().cpu().clone() if _has_rows(leaf) else leaf, batch)
 
 
 def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:

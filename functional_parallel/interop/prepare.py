@@ -16,8 +16,7 @@ from ..optim import Optimizer
 from ..runtime import world_size
 from ..training import Metrics, TrainStep, train_step
 from ..transforms import data_parallel
-from .torch_optimizers import translated
-from .torch_schedulers import rates_of
+from .torch_optimizers import rates_of, translated
 
 __all__ = ["PreparedStep", "prepare"]
 
@@ -85,12 +84,8 @@ def prepare(
         own = optimizer
     else:
         own = translated(optimizer, module, rates_of(scheduler, optimizer, scheduler_every))
-
-    def of_params(params: dict[str, torch.Tensor], *batch: Any, **named: Any) -> torch.Tensor:
-        return loss(partial(fn, params), *batch, **named)
-
-    of_params.__name__ = getattr(loss, "__name__", "loss")
-    return PreparedStep(module, fn, train_step(of_params, own, mesh, plan, **options), params, plan)
+    train = train_step(_of_params(loss, fn, "loss"), own, mesh, plan, **options)
+    return PreparedStep(module, fn, train, params, plan)
 
 
 class PreparedStep:
@@ -139,11 +134,7 @@ class PreparedStep:
         Returns:
             `evaluate(*batch)`, of the current parameters, with full tensors as results.
         """
-
-        def of_params(params: dict[str, torch.Tensor], *batch: Any, **named: Any) -> Any:
-            return f(partial(self._fn, params), *batch, **named)
-
-        of_params.__name__ = getattr(f, "__name__", "f")
+        of_params = _of_params(f, self._fn, "f")
         compiled = self.train.compile(of_params if self._plan is None else self._plan(of_params))
 
         def evaluate(*batch: Any, **named: Any) -> Any:
@@ -159,6 +150,16 @@ class PreparedStep:
 
     def __repr__(self) -> str:
         return f"prepare({type(self._module).__name__}, {self.train!r})"
+
+
+def _of_params(f: Callable[..., Any], fn: Model, name: str) -> Callable[..., Any]:
+    """Return `f(model, *batch)` as a function of the parameters and the batch."""
+
+    def of_params(params: dict[str, torch.Tensor], *batch: Any, **named: Any) -> Any:
+        return f(partial(fn, params), *batch, **named)
+
+    of_params.__name__ = getattr(f, "__name__", name)
+    return of_params
 
 
 def _require_fixed_buffers(module: nn.Module) -> None:

@@ -3,8 +3,7 @@
 from . import schedules
 from .adafactor import AdafactorState, Factored, adafactor
 from .adagrad import AdagradState, adagrad
-from .adam import adam
-from .adamw import AdamWState, adamw, scale_by_adam
+from .adamw import AdamWState, adam, adamw, scale_by_adam
 from .by_path import ByPathState, by_path
 from .by_path import PathSet as PathSet
 from .chain import ChainState, Transformation, add_decayed_weights, chain, scale_by_learning_rate

@@ -13,15 +13,13 @@ import optree
 import torch
 from torch import Tensor
 
-from sharding_specs import P, broadcast_specs, tree_paths
+from sharding_specs import P, whole_shape
 
-from ..collectives import axis_size
-from ..functions import PyTree, SpecTree, explain_keywords
+from ..functions import PyTree, SpecTree, axis_mesh, explain_keywords
 from ..quantities import is_number
-from .decay import Decay, decay_rates
-from .hyperparameters import require
+from .hyperparameters import Decay, decay_rates, refuse, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping
-from .sharded_sums import known_specs, sum_over_shards
+from .sharded_sums import decays_and_specs, sum_over_shards
 
 __all__ = ["AdafactorState", "Factored", "adafactor"]
 
@@ -41,6 +39,10 @@ class AdafactorState(NamedTuple):
 
 
 Square = Tensor | Factored
+_NOT_COMPLEX = (
+    "complex parameters have no row and column means of their own; keep them as torch.view_as_real(w) and let the loss "
+    "take torch.view_as_complex of it, or use an elementwise optimizer, such as adamw"
+)
 
 
 @explain_keywords
@@ -87,7 +89,7 @@ def adafactor(
     _require_own(beta2_decay, eps, d)
 
     def init(params: PyTree) -> AdafactorState:
-        _refuse_complex(params)
+        refuse("adafactor", torch.is_complex, params, _NOT_COMPLEX)
         decay_rates(weight_decay, decay, params)  # raises for a pattern that matches nothing
         return AdafactorState(torch.zeros(()), optree.tree_map(_start, params))
 
@@ -95,7 +97,6 @@ def adafactor(
     def update(grads: PyTree, state: AdafactorState, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, PyTree]:
         step, bound = state.step.double() + 1, learning_rate(lr, state.step)
         rates = decay_rates(weight_decay, decay, params)
-        places = broadcast_specs(known_specs("adafactor", "its row and column means need", specs), params)
 
         def one(p: Tensor, g: Tensor, square: Square, constant: tuple[float, P]) -> tuple[Tensor, Square]:
             rate_of_decay, spec = constant
@@ -106,7 +107,7 @@ def adafactor(
             alpha = alpha / (_root_mean_square(u, spec) / d).clamp(min=1.0)
             return p * (1 - bound * rate_of_decay).to(p.dtype) - alpha.to(p.dtype) * u, square
 
-        constants = optree.tree_map(lambda rate, spec: (rate, spec), rates, places)
+        constants = decays_and_specs("adafactor", "its row and column means need", rates, specs, params)
         new, square = map_leaves(one, params, grads, state.square, constants=constants)
         return new, AdafactorState(state.step + 1, square)
 
@@ -124,17 +125,6 @@ def _require_own(beta2_decay: float, eps: tuple[float | None, float], d: float) 
     require("adafactor", eps1=0 if eps[0] is None else eps[0], eps2=eps[1])
     if not (is_number(d) and d > 0):
         raise ValueError(f"adafactor(d={d!r}): the largest RMS of an update is a number above 0")
-
-
-def _refuse_complex(params: PyTree) -> None:
-    leaves = zip(tree_paths(params), optree.tree_leaves(params), strict=True)
-    wrong = [path or "the parameter" for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_complex()]
-    if wrong:
-        raise ValueError(
-            f"adafactor: {', '.join(wrong)}: complex parameters have no row and column means of their own; keep them "
-            "as torch.view_as_real(w) and let the loss take torch.view_as_complex of it, or use an elementwise "
-            "optimizer, such as adamw"
-        )
 
 
 def _is_factored(leaf: Tensor) -> bool:
@@ -171,14 +161,10 @@ def _second_moment(square: Square, g: Tensor, weight: Tensor, spec: P, floor: fl
 
 def _mean(x: Tensor, dim: int, spec: P) -> Tensor:
     axes = [*spec.dim_axes(), *[()] * x.ndim][x.ndim + dim]
-    return sum_over_shards(x.sum(dim, keepdim=True), axes) / _lengths(x, spec)[dim]
+    return sum_over_shards(x.sum(dim, keepdim=True), axes) / whole_shape(x.shape, spec, axis_mesh())[dim]
 
 
 def _root_mean_square(x: Tensor, spec: P) -> Tensor:
     wide = x if x.dtype.itemsize >= 4 else x.float()
-    return (sum_over_shards((wide * wide).sum(), sorted(spec.axes)) / math.prod(_lengths(x, spec))).sqrt()
-
-
-def _lengths(x: Tensor, spec: P) -> list[int]:
-    ranks = [axis_size(axes) if axes else 1 for axes in (*spec.dim_axes(), *[()] * x.ndim)]
-    return [spec.padded.get(dim, size * ranks[dim]) for dim, size in enumerate(x.shape)]
+    total = sum_over_shards((wide * wide).sum(), sorted(spec.axes))
+    return (total / math.prod(whole_shape(x.shape, spec, axis_mesh()))).sqrt()

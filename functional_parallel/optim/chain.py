@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..functions import PyTree, explain_keywords
-from .decay import Decay, decay_rates
-from .hyperparameters import require
+from .hyperparameters import Decay, decay_rates, require
 from .optimizer import (
     Optimizer,
     Row,

@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from sharding_specs import P, broadcast_specs
+from sharding_specs import P
 
 from ..functions import PyTree, SpecTree, explain_keywords
 from ..quantities import is_non_negative
-from .decay import Decay, decay_rates
-from .hyperparameters import require
+from .hyperparameters import Decay, decay_rates, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping, zeros_like
-from .sharded_sums import known_specs, sum_over_shards
+from .sharded_sums import decays_and_specs, sum_over_shards
 
 __all__ = ["LambState", "lamb"]
 
@@ -82,25 +80,19 @@ def lamb(
     @skipping
     def update(grads: PyTree, state: LambState, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, LambState]:
         rate, count = learning_rate(lr, state.step), state.step.double() + 1
-        places = broadcast_specs(known_specs("lamb", "its norms need", specs), params)
         unbiased = [1 - beta**count if bias_correction else torch.ones_like(count) for beta in betas]
 
         def one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, constant: tuple[float, P]) -> tuple[Tensor, ...]:
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
             first, second = (bias.to(p.dtype) for bias in unbiased)
             u = m / first / ((v / second).sqrt() + eps) + constant[0] * p
-            squares = torch.stack([(x * x).sum(dtype=_wide(x)) for x in (p, u)])
+            squares = torch.stack([(x * x).sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in (p, u)])
             of_p, of_u = sum_over_shards(squares, sorted(constant[1].axes)).sqrt()
             ratio = torch.where((of_p > 0) & (of_u > 0), (of_p / of_u).clamp(low, high), 1.0)
             return p - (rate * ratio).to(p.dtype) * u, m, v
 
-        decays = decay_rates(weight_decay, decay, params)
-        constants = optree.tree_map(lambda *pair: pair, decays, places)
+        constants = decays_and_specs("lamb", "its norms need", decay_rates(weight_decay, decay, params), specs, params)
         new, *moments = map_leaves(one, params, grads, state.mean, state.square, constants=constants)
         return new, LambState(state.step + 1, *moments)
 
     return Optimizer(init, update, lambda params, specs: LambState(P(), specs, specs), lr=lr)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return x.dtype if x.dtype.itemsize >= 4 else torch.float32

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..functions import PyTree, explain_keywords
 from .chain import Transformation, add_decayed_weights, chained, scale_by_learning_rate
-from .decay import Decay
-from .hyperparameters import require
+from .hyperparameters import Decay, require
 from .optimizer import Optimizer, Schedule, mark_elementwise
 
 __all__ = ["LionState", "lion", "scale_by_lion"]

@@ -16,16 +16,15 @@ import optree
 import torch
 from torch import Tensor
 
-from sharding_specs import P, broadcast_specs, tree_paths, whole_shape
+from sharding_specs import P, whole_shape
 
 from ..collectives import all_to_all, axis_size
 from ..functions import PyTree, SpecTree, axis_mesh, explain_keywords
 from ..ir import is_trained
 from ..quantities import is_positive_int
-from .decay import Decay, decay_rates
-from .hyperparameters import require
+from .hyperparameters import Decay, decay_rates, refuse, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping, zeros_like
-from .sharded_sums import known_specs
+from .sharded_sums import decays_and_specs
 
 __all__ = ["MuonState", "muon"]
 
@@ -33,6 +32,10 @@ _FACTORS: dict[str, Callable[[int, int], float]] = {  # of the learning rate, by
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
+_NO_MATRIX = (
+    "not a real matrix. Give it to another optimizer: fp.optim.by_path({'*/bias': fp.optim.adamw(…), …, "
+    "'*': fp.optim.muon(…)})"
+)
 
 
 class MuonState(NamedTuple):
@@ -94,7 +97,7 @@ def muon(
         raise ValueError(f"muon(ns_steps={ns_steps!r}): it is a number of iterations of at least 1")
 
     def init(params: PyTree) -> MuonState:
-        _require_matrices(params)
+        refuse("muon", lambda leaf: leaf.ndim != 2 or leaf.is_complex(), params, _NO_MATRIX)
         decay_rates(weight_decay, decay, params)  # raises for a pattern that matches nothing
         return MuonState(torch.zeros(()), zeros_like(params))
 
@@ -117,17 +120,17 @@ def muon(
         aims, averages = map_leaves(directions, params, grads, state.momentum)
         leaves, tree = optree.tree_flatten(params)
         given, aims = tree.flatten_up_to(grads), tree.flatten_up_to(aims)
-        places = tree.flatten_up_to(broadcast_specs(known_specs("muon", "full matrices need", specs), params))
-        decays = tree.flatten_up_to(decay_rates(weight_decay, decay, params))
+        decays = decay_rates(weight_decay, decay, params)
+        constants = tree.flatten_up_to(decays_and_specs("muon", "full matrices need", decays, specs, params))
         alike: dict[tuple[torch.Size, torch.dtype, P], list[int]] = {}
-        for i, leaf in enumerate(leaves):
+        for i, (leaf, (_, spec)) in enumerate(zip(leaves, constants, strict=True)):
             if is_trained(leaf) and given[i] is not None:
-                alike.setdefault((leaf.shape, leaf.dtype, places[i]), []).append(i)
+                alike.setdefault((leaf.shape, leaf.dtype, spec), []).append(i)
         for (shape, kind, spec), members in alike.items():
             found = _of_full_matrices(orthogonalized, torch.stack([aims[i] for i in members]), spec)
             own, full = rate.to(kind), whole_shape(shape, spec, axis_mesh()) if spec.axes else shape
             for i, x in zip(members, found.unbind(), strict=True):
-                leaves[i] = leaves[i] * (1 - own * decays[i]) - own * _FACTORS[adjust_lr_fn](*full) * x
+                leaves[i] = leaves[i] * (1 - own * constants[i][0]) - own * _FACTORS[adjust_lr_fn](*full) * x
         return tree.unflatten(leaves), MuonState(state.step + 1, averages)
 
     return Optimizer(init, update, lambda params, specs: MuonState(P(), specs), lr=lr)
@@ -144,13 +147,3 @@ def _of_full_matrices(function: Callable[[Tensor], Tensor], shards: Tensor, spec
     for axis, dim in reversed(exchanges):
         stack = all_to_all(stack, axis, dim, 0)
     return stack[:count]
-
-
-def _require_matrices(params: PyTree) -> None:
-    leaves = zip(tree_paths(params), optree.tree_leaves(params), strict=True)
-    wrong = [path for path, leaf in leaves if is_trained(leaf) and (leaf.ndim != 2 or leaf.is_complex())]
-    if wrong:
-        raise ValueError(
-            f"muon: {', '.join(path or 'the parameter' for path in wrong)}: not a real matrix. Give it to another "
-            "optimizer: fp.optim.by_path({'*/bias': fp.optim.adamw(…), …, '*': fp.optim.muon(…)})"
-        )

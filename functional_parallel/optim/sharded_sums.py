@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import optree
 from torch import Tensor
 
-from sharding_specs import P
+from sharding_specs import P, broadcast_specs
 
 from ..collectives import current_axes, psum
-from ..functions import SpecTree
+from ..functions import PyTree, SpecTree
 
-__all__ = ["known_specs", "sum_over_shards"]
+__all__ = ["decays_and_specs", "sum_over_shards"]
 
 
-def known_specs(optimizer: str, needs: str, specs: SpecTree) -> SpecTree:
-    """Return the specs that an update was given. Without specs, parameters are full; shards may have any layout."""
+def decays_and_specs(optimizer: str, needs: str, decays: PyTree, specs: SpecTree, params: PyTree) -> PyTree:
+    """Return a pair for each parameter: its weight decay and its spec. Without specs, parameters are full."""
     if specs is None and current_axes():
         raise ValueError(
             f"{optimizer} was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "
@@ -23,7 +24,7 @@ def known_specs(optimizer: str, needs: str, specs: SpecTree) -> SpecTree:
             "params, specs) with the specs of the parameters, P() if they are whole, or use an elementwise optimizer: "
             "adamw, lion"
         )
-    return P() if specs is None else specs
+    return optree.tree_map(lambda *pair: pair, decays, broadcast_specs(P() if specs is None else specs, params))
 
 
 def sum_over_shards(total: Tensor, axes: Collection[str]) -> Tensor:

@@ -10,18 +10,18 @@ The rules are those of DeepSpeed (its ZeRO path). Megatron and torch use the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import optree
 import torch
 
 from ..errors import LossScaleError
-from ..functions import PyTree
-from ..ir import is_trained
+from ..functions import Layout, PyTree
 from ..quantities import is_number, is_positive_int
+from .state_request import StateRequest, Update
 
-__all__ = ["LossScale", "LossScaleState", "has_overflow"]
+__all__ = ["LossScale", "LossScaleState", "ScaleLoss", "ScaledState"]
 
 
 class LossScaleState(NamedTuple):
@@ -130,16 +130,54 @@ class LossScale:
             )
 
 
-def has_overflow(gradients: PyTree) -> torch.Tensor:
-    """Return whether any element of a rank's gradients is infinite or NaN, as a () bool, without a host sync.
+class ScaledState(NamedTuple):
+    """Optimizer state together with the loss scale's state. Both are saved, loaded and sharded as one tree."""
 
-    If the gradients are sharded, sum the result over the axes that split them, so that all ranks agree.
+    optimizer: PyTree
+    loss_scale: LossScaleState
 
-    >>> import torch
-    >>> has_overflow({"w": torch.tensor([1.0, float("inf")]), "b": torch.zeros(2)})
-    tensor(True)
-    """
-    finite = [torch.isfinite(leaf).all() for leaf in optree.tree_leaves(gradients) if is_trained(leaf)]
-    if not finite:
-        raise ValueError("has_overflow: there is no floating tensor among the gradients")
-    return ~torch.stack(finite).all()
+
+@dataclass(frozen=True)
+class ScaleLoss(StateRequest):
+    """Request to multiply the loss by a scale, and to skip the update of a step with overflow."""
+
+    rules: LossScale
+    tree: ClassVar[type[ScaledState]] = ScaledState
+    may_skip: ClassVar[bool] = True
+
+    def init(self, params: PyTree, layout: Layout) -> LossScaleState:
+        return self.rules.init()
+
+    def loss(self, value: torch.Tensor, leaves: LossScaleState) -> torch.Tensor:
+        return value.float() * leaves.scale.float()
+
+    def gradients(self, gradients: PyTree, leaves: LossScaleState) -> PyTree:
+        def unscaled(gradient: torch.Tensor) -> torch.Tensor:
+            wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient  # float16 does not hold 2 ** 16
+            return (wide / leaves.scale.to(wide.dtype)).to(gradient.dtype)
+
+        return optree.tree_map(unscaled, gradients)  # None stays None
+
+    def updated(self, update: Update, leaves: LossScaleState) -> tuple[Update, LossScaleState]:
+        overflow = _overflow(update.norm)
+        params = _select(overflow, update.old_params, update.params)
+        state = _select(overflow, update.old_state, update.state)
+        return replace(update, params=params, state=state), self.rules.update(leaves, overflow)
+
+    def metrics(self, norm: torch.Tensor | None, leaves: LossScaleState) -> dict[str, Any]:
+        return {"skipped": _overflow(norm), "loss_scale": leaves.scale}
+
+    def check(self, leaves: LossScaleState) -> None:
+        self.rules.check(leaves)
+
+    def __str__(self) -> str:
+        return f"loss scaled from {self.rules.initial:g}"
+
+
+def _overflow(norm: torch.Tensor | None) -> torch.Tensor:
+    assert norm is not None  # a step that may be skipped computes it
+    return ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
+
+
+def _select(condition: torch.Tensor, old: PyTree, new: PyTree) -> PyTree:
+    return optree.tree_map(lambda a, b: torch.where(condition, a, b) if isinstance(b, torch.Tensor) else b, old, new)

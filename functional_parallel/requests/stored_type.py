@@ -18,7 +18,7 @@ from ..functions import LayerConversion, Layout, PyTree, Request, SpecTree
 from .state_request import StateRequest, Update
 from .update_sharding import flat_update
 
-__all__ = ["MasterState", "Masters", "StoredType"]
+__all__ = ["Masters", "StoredType"]
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,9 @@ class Masters(StoredType):
         return like_params(leaves)
 
     def full(self, params: PyTree, leaves: PyTree) -> PyTree:
-        return optree.tree_map(_master, leaves, params)
+        return optree.tree_map(lambda a, stored: a if isinstance(a, torch.Tensor) else stored, leaves, params)
 
-    def weights(self, params: PyTree, leaves: PyTree) -> PyTree:
-        return optree.tree_map(_master, leaves, params)
+    weights = full
 
     def updated(self, update: Update, leaves: PyTree) -> tuple[Update, PyTree]:
         def stored(new: PyTree, old: PyTree) -> PyTree:
@@ -95,7 +94,3 @@ class Masters(StoredType):
 
     def __str__(self) -> str:
         return f"{super().__str__()}, masters in float32"
-
-
-def _master(master: PyTree, stored: PyTree) -> PyTree:
-    return master if isinstance(master, torch.Tensor) else stored

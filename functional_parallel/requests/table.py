@@ -19,15 +19,11 @@ from ..passes import (
     WidenedAndNarrowed,
 )
 from ..pipelines import PipelineRequest, StackedLayers
-from .data_axis import DataAxis
-from .master import Master
-from .microbatches import Microbatches
-from .replicas import Replicas
+from .axes import DataAxis, Master, Microbatches, Replicas
+from .loss_scaling import ScaleLoss
 from .run_pass import RunPass
-from .scale_loss import ScaleLoss
 from .stored_type import StoredType
-from .summed_apart import SummedApart
-from .update_sharding import NormSharding, UpdateSharding
+from .update_sharding import NormSharding, SummedApart, UpdateSharding
 
 __all__ = ["REQUESTS", "Order", "require_order"]
 

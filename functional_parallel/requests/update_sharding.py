@@ -11,7 +11,7 @@ from sharding_specs import broadcast_specs
 
 from ..functions import LayerConversion, Layout, PyTree, Request, SpecTree, axis_mesh
 
-__all__ = ["NormSharding", "UpdateSharding", "divided_specs", "flat_update", "update_specs"]
+__all__ = ["NormSharding", "SummedApart", "UpdateSharding", "divided_specs", "flat_update", "update_specs"]
 
 ArgumentSpecs = Callable[[tuple[PyTree, ...]], SpecTree]
 
@@ -44,6 +44,19 @@ class NormSharding(_ParameterSharding):
 
     def __str__(self) -> str:
         return "norm summed by shards"
+
+
+@dataclass(frozen=True)
+class SummedApart(Request):
+    """Request that parameters with different labels do not share a flat vector."""
+
+    label: Callable[[PyTree], PyTree]
+
+    def for_layers(self, conversion: LayerConversion) -> Request:
+        return replace(self, label=conversion.decision(self.label))
+
+    def __str__(self) -> str:
+        return "kept parameters summed apart"
 
 
 def update_specs(layout: Layout) -> ArgumentSpecs | None:

@@ -60,7 +60,8 @@ def _difference(got: PyTree, want: PyTree, rtol: float | None, rounding: float) 
 
 
 def _of_elements(got: torch.Tensor, want: torch.Tensor, rtol: float | None, rounding: float) -> str | None:
-    allowed, scale = 0.0, _largest(want)
+    finite = want[want.isfinite()].double().abs()
+    allowed, scale = 0.0, finite.max().item() if finite.numel() else 0.0
     if want.is_floating_point():
         allowed = (tolerance_of(want.dtype) if rtol is None else rtol) * scale + rounding
     neither = got.isnan() & want.isnan()
@@ -76,11 +77,6 @@ def _of_elements(got: torch.Tensor, want: torch.Tensor, rtol: float | None, roun
         f"at {where}: {got[where].item()!r}, not {want[where].item()!r}; largest difference "
         f"{largest[where].item():.3g}, allowed {allowed:.3g} (largest value {scale:.3g})"
     )
-
-
-def _largest(x: torch.Tensor) -> float:
-    finite = x[x.isfinite()].double().abs()
-    return finite.max().item() if finite.numel() else 0.0
 
 
 def _place(x: torch.Tensor) -> tuple[int, ...]:

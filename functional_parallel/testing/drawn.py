@@ -6,17 +6,27 @@ never reach the last token of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import optree
 import torch
+from torch import fx
 
 from ..functions import PyTree
-from .index_ranges import Range, common, index_ranges
+from ..ir import VIEWS, argument, as_complex, as_real, info, is_trained
+from ..rules import cross_entropy
+from .intermediate import traced_leaves
 
 __all__ = ["drawn_arguments"]
 
-_WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
+aten = torch.ops.aten
+
+_MOVES = VIEWS | {
+    *(aten.clone.default, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem)
+}
+_ANY = {aten.eq.Scalar, aten.ne.Scalar, aten.eq.Tensor, aten.ne.Tensor}  # their results do not depend on a range
 
 
 def drawn_arguments(
@@ -32,52 +42,43 @@ def drawn_arguments(
 
     Later draws change less: first only the parameters, then the same two draws in the given dtypes.
     """
-    ranges = index_ranges(loss, args)
+    ranges = _index_ranges(loss, args)
     for double in (True, False):
         for everything in (True, False):
             yield _Draw(double, everything, exact).arguments(args, ranges)
 
 
 class _Draw:
-    """One draw of all leaves."""
-
     def __init__(self, double: bool, everything: bool, exact: bool) -> None:
         self.double, self.everything, self.exact = double, everything, exact
         self.generator = torch.Generator().manual_seed(0)
         self.known: dict[int, torch.Tensor] = {}  # a tensor that is two leaves stays one tensor
 
-    def arguments(self, args: tuple[PyTree, ...], ranges: dict[int, Range]) -> tuple[PyTree, ...]:
+    def arguments(self, args: tuple[PyTree, ...], ranges: dict[int, _Range]) -> tuple[PyTree, ...]:
         leaves, tree = optree.tree_flatten(args)
         count = len(optree.tree_leaves(args[0]))
         return tuple(tree.unflatten([self._leaf(leaves, index, index < count, ranges) for index in range(len(leaves))]))
 
-    def _leaf(self, leaves: list[PyTree], index: int, is_parameter: bool, ranges: dict[int, Range]) -> PyTree:
+    def _leaf(self, leaves: list[PyTree], index: int, is_parameter: bool, ranges: dict[int, _Range]) -> PyTree:
         leaf = leaves[index]
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in self.known:
             legal = [ranges.get(other) for other, each in enumerate(leaves) if each is leaf]
-            self.known[id(leaf)] = self._tensor(leaf, is_parameter, common(legal))
+            self.known[id(leaf)] = self._tensor(leaf, is_parameter, _common(legal))
         return self.known[id(leaf)]
 
-    def _tensor(self, x: torch.Tensor, is_parameter: bool, legal: Range | None) -> torch.Tensor:
-        is_inexact = x.is_floating_point() or x.is_complex()
-        wide = self._widened(x.detach()) if is_inexact else x
+    def _tensor(self, x: torch.Tensor, is_parameter: bool, legal: _Range | None) -> torch.Tensor:
+        wide = x.detach() if is_trained(x) else x
+        if self.double and is_trained(x):
+            wide = wide.to(torch.complex128 if x.is_complex() else torch.float64)
         if not (is_parameter or self.everything) or not x.numel() or x.dtype == torch.bool:
             return wide
-        if not is_inexact:
+        if not is_trained(x):
             return x if is_parameter else self._integers(x, legal)
         if not x.isfinite().all():
             return wide
-        if x.is_complex():
-            parts = torch.view_as_real(wide)
-            return torch.view_as_complex(self._floats(parts).contiguous())
-        return self._floats(wide)
-
-    def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.double:
-            return x
-        return x.to(_WIDER.get(x.dtype, x.dtype)) if x.is_complex() else x.double()
+        return as_complex(self._floats(as_real(wide))) if x.is_complex() else self._floats(wide)
 
     # --- floating leaves ---
 
@@ -106,7 +107,7 @@ class _Draw:
 
     # --- integers ---
 
-    def _integers(self, x: torch.Tensor, legal: Range | None) -> torch.Tensor:
+    def _integers(self, x: torch.Tensor, legal: _Range | None) -> torch.Tensor:
         """Draw from the full legal range, with both ends and some ignored labels; without a range, reorder `x`."""
         if legal is None:
             return self._permuted(x)
@@ -121,3 +122,77 @@ class _Draw:
     def _permuted(self, x: torch.Tensor) -> torch.Tensor:
         order = torch.randperm(x.numel(), generator=self.generator)
         return x.flatten()[order.to(x.device)].reshape(x.shape)
+
+
+# --- Legal values of integers, as far as the ops that use them prove the range ---
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Integers from `begin` to before `end`, and a label that a loss ignores, if all ops accept it."""
+
+    begin: int
+    end: int
+    ignored: int | None = None
+
+
+def _common(ranges: Iterable[_Range | None]) -> _Range | None:
+    """Return the values in all ranges; None if one of them is unknown, or there are none."""
+    found = list(ranges)
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found):
+        return None
+    ignored = known[0].ignored if len({each.ignored for each in known}) == 1 else None
+    begin, end = max(each.begin for each in known), min(each.end for each in known)
+    return _Range(begin, end, ignored) if begin < end else None
+
+
+def _index_ranges(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> dict[int, _Range]:
+    """Find the legal range of each integer leaf, by its number among all leaves.
+
+    A leaf has a range if every op that uses it, after views and copies, is a lookup or a loss of classes. Equality
+    tests do not count. A leaf is left out if any other op uses it. All leaves are left out if the function cannot be
+    traced.
+    """
+    leaves = optree.tree_leaves(args)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    integers = [index for index in tensors if not leaves[index].dtype.is_floating_point]
+    if not integers:
+        return {}
+    try:
+        inputs = dict(zip(tensors, traced_leaves(loss, args).inputs, strict=True))
+    except Exception:  # a function that cannot be traced is reported when it is compiled
+        return {}
+    found = {index: _range(inputs[index]) for index in integers if leaves[index].dtype != torch.bool}
+    return {index: each for index, each in found.items() if each is not None}
+
+
+def _range(node: fx.Node) -> _Range | None:
+    """Return the values of a node that all its users accept; None if they are unknown."""
+    users = [user for user in node.users if user.target not in _ANY]
+    return _common(_range(user) if _moves(user) else _accepted(user, node) for user in users)
+
+
+def _moves(user: fx.Node) -> bool:
+    if user.target is aten._to_copy.default:
+        return not info(user).aval.is_differentiable and info(user).aval.dtype != torch.bool
+    return user.target in _MOVES
+
+
+def _accepted(user: fx.Node, index: fx.Node) -> _Range | None:
+    """Return the indices that a lookup or a loss accepts; None for any other op."""
+    target, args = user.target, user.args
+    if target in (cross_entropy, aten.nll_loss_forward.default) and args[0] is not index and args[1] is index:
+        return _Range(0, _shape(args[0])[-1], args[4])
+    if target is aten.embedding.default and args[1] is index:
+        return _Range(0, _shape(args[0])[0])
+    if target in (aten.gather.default, aten.index_select.default) and args[2] is index and args[0] is not index:
+        return _Range(0, _shape(args[0])[argument(user, "dim")])
+    if target is aten.index.Tensor and args[0] is not index:
+        sizes = [_shape(args[0])[dim] for dim, each in enumerate(args[1]) if each is index]
+        return _Range(0, min(sizes))
+    return None
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return info(node).aval.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 
 import optree
 import torch
@@ -13,7 +14,7 @@ from sharding_specs import Mesh, tree_paths
 from ..compile import Compiled, compile
 from ..errors import NotEquivalentError
 from ..functions import PyTree, grad_and_value
-from ..ir import as_real, info
+from ..ir import as_real, info, is_trained
 from ..pipelines import PipelineProgram
 from ..program import Program
 from .compare import compare, tolerance_of
@@ -70,7 +71,7 @@ def assert_equivalent(
             and its source line. Or it reports that `loss` returns other values when it is called again.
     """
     args = (params, *batch)
-    check = _Check(loss, plan, mesh, args, exact=exact, rtol=rtol)
+    check = _Check(loss, plan, mesh, args, exact, rtol)
     check.compare_with(check.plain(args), args)
     if draw:
         _check_drawn(check, args)
@@ -96,21 +97,19 @@ def _check_drawn(check: _Check, args: tuple[PyTree, ...]) -> None:
     )
 
 
+@dataclass
 class _Check:
     """Values and gradients of a function, with and without a plan. The first arguments determine its kind."""
 
-    def __init__(
-        self,
-        loss: Callable[..., PyTree],
-        plan: Callable[..., PyTree],
-        mesh: Mesh,
-        args: tuple[PyTree, ...],
-        *,
-        exact: bool,
-        rtol: float | None,
-    ) -> None:
-        self.loss, self.plan, self.mesh, self.exact, self.rtol = loss, plan, mesh, exact, rtol
-        self._plain: Callable[..., PyTree] = loss
+    loss: Callable[..., PyTree]
+    plan: Callable[..., PyTree]
+    mesh: Mesh
+    args: InitVar[tuple[PyTree, ...]]
+    exact: bool
+    rtol: float | None
+
+    def __post_init__(self, args: tuple[PyTree, ...]) -> None:
+        self._plain: Callable[..., PyTree] = self.loss
         self._named: Callable[[PyTree], dict[str, PyTree]]
         self.step = self._compiled(args)
 
@@ -176,7 +175,7 @@ def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyT
     """Return a function that computes a sum of the inexact results with drawn integer weights, and the results."""
     generator = torch.Generator().manual_seed(0)
     weights = [
-        torch.randint(-4, 5, as_real(leaf).shape, generator=generator).to(as_real(leaf)) if _is_inexact(leaf) else None
+        torch.randint(-4, 5, as_real(leaf).shape, generator=generator).to(as_real(leaf)) if is_trained(leaf) else None
         for leaf in optree.tree_leaves(results)
     ]
 
@@ -203,13 +202,9 @@ def _narrowest(
     return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
-def _is_inexact(leaf: PyTree) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
 def _has_inexact(tree: PyTree) -> bool:
-    return any(map(_is_inexact, optree.tree_leaves(tree)))
+    return any(map(is_trained, optree.tree_leaves(tree)))
 
 
 def _is_finite(tree: PyTree) -> bool:
-    return all(bool(leaf.isfinite().all()) for leaf in optree.tree_leaves(tree) if _is_inexact(leaf))
+    return all(bool(leaf.isfinite().all()) for leaf in optree.tree_leaves(tree) if is_trained(leaf))

@@ -80,7 +80,6 @@ def traced_leaves(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Trac
 
 
 def _values(traced: Traced, ops: list[fx.Node], args: tuple[PyTree, ...]) -> list[torch.Tensor]:
-    """Return the values of a graph's ops."""
     tensors = (leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
     known: dict[fx.Node, Any] = dict(zip(traced.inputs, tensors, strict=True))
     for node in traced.graph.nodes:

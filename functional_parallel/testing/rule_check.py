@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -17,18 +16,19 @@ from ..collectives import MICROBATCH, DimSplit
 from ..compile import compile
 from ..errors import FalseRuleError, NotEquivalentError, UncheckedRuleError
 from ..functions import PyTree, grad_and_value
-from ..ir import as_real, aval_of, differentiable_form
+from ..ir import as_real, aval_of, differentiable_form, is_trained
 from ..partition import partition
 from ..program import Program
 from ..runtime import SimulatedRuntime
 from ..transforms import accumulate
 from .compare import compare
 from .rule_claims import SUMS, Case, cases_of, factors_of, name_of, spec_of
-from .rule_samples import Sample, for_all, is_strategy, require_overload, sample_of
+from .rule_samples import Sample, for_all, require_overload, sample_of
 
 __all__ = ["check_rule"]
 
 _AXIS = "axis"
+_Named = dict[str, torch.Tensor]
 
 
 def check_rule(
@@ -75,11 +75,7 @@ def check_rule(
     def check(number: int, sample: tuple[PyTree, ...]) -> None:
         _Check(sample_of(op, number, sample), coverage, exact, rtol).run()
 
-    if is_strategy(samples):
-        for_all(samples, lambda sample: check(0, sample))
-    else:
-        for number, sample in enumerate(samples):
-            check(number, sample)
+    for_all(samples, check)
     coverage.require()
     return tuple(coverage.claims)
 
@@ -165,12 +161,10 @@ class _Check:
             self._compare_case(case, way, mine, right)
             self.coverage.add(case, way, unequal)
 
-    def _compare_case(self, case: Case, way: str, found: _Outcome, wanted: _Outcome) -> None:
-        pairs = [(f"result {i}", found.results[i], x) for i, x in enumerate(wanted.results)]
-        pairs += [(f"gradient of operand {i}", found.gradients[i], x) for i, x in wanted.gradients.items()]
-        for name, mine, right in pairs:
+    def _compare_case(self, case: Case, way: str, found: _Named, wanted: _Named) -> None:
+        for name, right in wanted.items():
             try:
-                compare(mine, right, name, exact=self.exact, rtol=self.rtol)
+                compare(found[name], right, name, exact=self.exact, rtol=self.rtol)
             except NotEquivalentError as error:
                 raise self._false(case, way, str(error)) from None
 
@@ -200,9 +194,7 @@ class _Check:
     def _drawn(self, like: torch.Tensor, largest: int) -> torch.Tensor:
         """Draw integers if a tensor holds integers, so that sums are exact; else normal numbers."""
         real = as_real(like.detach())
-        if not like.dtype.is_floating_point and not like.dtype.is_complex:
-            return torch.randint(-largest, largest + 1, like.shape, generator=self.generator).to(like.dtype)
-        if torch.equal(real, real.round()):
+        if not is_trained(like) or torch.equal(real, real.round()):
             return torch.randint(-largest, largest + 1, like.shape, generator=self.generator).to(like.dtype)
         return torch.randn(like.shape, generator=self.generator, dtype=like.dtype) * largest
 
@@ -222,9 +214,7 @@ class _Check:
 
     def _gradient(self, f: Callable[..., PyTree], argument: int = 0) -> Callable[..., PyTree]:
         """Return the function, with gradients if the op has them: `(gradients, (value, results))`."""
-        if self.has_gradient:
-            return grad_and_value(f, argument, has_aux=True)
-        return f
+        return grad_and_value(f, argument, has_aux=True) if self.has_gradient else f
 
     def _partitioned(
         self, cases: list[Case], arguments: list[list[torch.Tensor]], count: int, unequal: bool, like: PyTree
@@ -238,38 +228,30 @@ class _Check:
         local = partition(f, axis, (specs,), parameters=None)
         return _run(self._gradient(local), Mesh({axis: count}), (arguments,), like)
 
-    def _outcomes(self, returned: PyTree) -> list[_Outcome]:
-        if not self.has_gradient:
-            return [_Outcome(results, {}) for results in returned[1]]
-        gradients, (_, results) = returned
+    def _outcomes(self, returned: PyTree) -> list[_Named]:
+        """Return the results and gradients for each case, by their names in messages."""
+        gradients, (_, results) = returned if self.has_gradient else ([()] * len(returned[1]), returned)
         return [
-            _Outcome(found, {index: x for index, x in enumerate(group) if x is not None})
+            {f"result {i}": x for i, x in enumerate(found)}
+            | {f"gradient of operand {i}": x for i, x in enumerate(group) if x is not None}
             for found, group in zip(results, gradients, strict=True)
         ]
 
 
 def _on_grid(x: torch.Tensor, size: int) -> torch.Tensor:
     """Round to multiples of a power of two, so that a few summands of similar size have exact sums in any order."""
-    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+    if not is_trained(x):
         return x
     grid = 2.0 ** math.ceil(math.log2(size)) * max(torch.finfo(x.dtype).eps * 2**8, 2.0**-30)
     rounded = (as_real(x) / grid).round() * grid
     return torch.view_as_complex(rounded) if x.dtype.is_complex else rounded
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """Results of the op for one case, and gradients by operand."""
-
-    results: list[torch.Tensor]
-    gradients: dict[int, torch.Tensor]
-
-
 def _weighted(found: list[list[torch.Tensor]], weights: list[torch.Tensor]) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for results in found:
         for result, weight in zip(results, weights, strict=True):
-            if result.is_floating_point() or result.is_complex():
+            if is_trained(result):
                 total = total + (as_real(result) * as_real(weight)).sum()
     return total
 

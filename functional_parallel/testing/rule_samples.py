@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import optree
 import torch
-from torch import fx
 
 from ..functions import PyTree, filled
 from ..ir import Aval, aval_of, eval_node, tensor_operands
-from ..partition import prepare
 from ..rules import RuleText, lookup, parse_rule
-from ..tracing import recorder, trace
+from ..tracing import recorder
+from .intermediate import traced_leaves
 
-__all__ = ["Sample", "for_all", "is_strategy", "require_overload", "sample_of"]
+__all__ = ["Sample", "for_all", "require_overload", "sample_of"]
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,16 @@ def sample_of(op: Callable[..., PyTree], number: int, sample: tuple[PyTree, ...]
     has_keywords = len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict)
     call = sample if has_keywords else (sample, {})
     leaves, tree = optree.tree_flatten(call)
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-
-    def flat(*values: torch.Tensor) -> list[torch.Tensor]:
-        return _call(op, *filled(leaves, tensors, values, tree))
-
-    traced = prepare(trace(flat, [aval_of(leaves[index]) for index in tensors], forward_only=True))
-    node = _node_of(op, number, traced.nodes)
+    traced = traced_leaves(partial(_call, op), call)
+    found = list(traced.nodes)
+    node = next((node for node in found if node.target == op), None)
+    if node is None:
+        names = ", ".join(str(node.target) for node in found) or "no op at all"
+        raise ValueError(
+            f"check_rule({op}): the graph of sample {number} holds {names}, not the op; rules are looked up for the "
+            "ops of the graph, so check those"
+        )
+    tensors = (index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     by_input = dict(zip(traced.inputs, tensors, strict=True))
     operands = [by_input.get(operand) for operand in tensor_operands(node)]
     if None in operands:
@@ -76,18 +79,6 @@ def _call(op: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str,
     return [leaf for leaf in optree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-def _node_of(op: Callable[..., PyTree], number: int, nodes: Iterator[fx.Node]) -> fx.Node:
-    found = list(nodes)
-    node = next((node for node in found if node.target == op), None)
-    if node is None:
-        names = ", ".join(str(node.target) for node in found) or "no op at all"
-        raise ValueError(
-            f"check_rule({op}): the graph of sample {number} holds {names}, not the op; rules are looked up for the "
-            "ops of the graph, so check those"
-        )
-    return node
-
-
 def require_overload(op: Callable[..., PyTree]) -> None:
     if isinstance(op, torch._ops.OpOverloadPacket):
         names = ", ".join(f"{op}.{name}" for name in op.overloads())
@@ -98,14 +89,15 @@ def require_overload(op: Callable[..., PyTree]) -> None:
         raise ValueError(f"check_rule({op}): the op has no rule; register one with fp.register_rule")
 
 
-def is_strategy(samples: Any) -> bool:
+def for_all(samples: Any, check: Callable[[int, tuple[PyTree, ...]], None]) -> None:
+    """Check each sample with its number; of a hypothesis strategy, ten examples with the number 0."""
     strategies = sys.modules.get("hypothesis.strategies")
-    return strategies is not None and isinstance(samples, strategies.SearchStrategy)
-
-
-def for_all(strategy: Any, check: Callable[[tuple[PyTree, ...]], None]) -> None:
+    if strategies is None or not isinstance(samples, strategies.SearchStrategy):
+        for number, sample in enumerate(samples):
+            check(number, sample)
+        return
     import hypothesis
 
     quick = hypothesis.settings(max_examples=10, deadline=None, database=None)
-    drawing: Callable[..., Callable[[], None]] = hypothesis.given(strategy)
-    quick(drawing(check))()
+    drawing: Callable[..., Callable[[], None]] = hypothesis.given(samples)
+    quick(drawing(lambda sample: check(0, sample)))()

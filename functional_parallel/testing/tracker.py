@@ -27,10 +27,6 @@ class StorageTracker(_torch.TorchDispatchMode):
         self.peak = 0
         self._living: dict[int, tuple[Any, int]] = {}
 
-    def hold(self, tree: PyTree) -> None:
-        """Count tensors that already exist."""
-        self._see(tree)
-
     def __torch_dispatch__(
         self,
         func: Callable[..., PyTree],
@@ -39,10 +35,11 @@ class StorageTracker(_torch.TorchDispatchMode):
         kwargs: dict[str, PyTree] | None = None,
     ) -> PyTree:
         result = func(*args, **(kwargs or {}))
-        self._see(result)
+        self.hold(result)
         return result
 
-    def _see(self, tree: PyTree) -> None:
+    def hold(self, tree: PyTree) -> None:
+        """Count the tensors of a tree."""
         for leaf in optree.tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, _torch.FakeTensor)):
                 storage = leaf.untyped_storage()

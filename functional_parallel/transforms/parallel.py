@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -34,7 +34,7 @@ from ..functions import (
     layout_of,
     refuse_unknown_axes,
 )
-from ..ir import Source, current_source, warn_at
+from ..ir import current_source, warn_at
 from ..partition import Partitioning
 from ..passes import GatherPlacement, ReduceScatterFirst
 from ..quantities import is_positive_int
@@ -126,8 +126,9 @@ def data_parallel(axis: str, *, master: int | None = None, batch: SpecTree = Non
         ValueError: if `master` is not the index of a rank, or, with a master, if another transform shards the
             training state (ZeRO), has another master, or is a pipeline.
     """
-    sharding = _Sharding(axis, f"data_parallel({axis!r})")
-    return _zero(0, sharding, batch, strict) if master is None else _with_master(axis, master, batch, strict)
+    if master is not None:
+        return _with_master(axis, master, batch, strict)
+    return _zero(0, axis, f"data_parallel({axis!r})", batch, strict)
 
 
 def _with_master(axis: str, master: int, batch: SpecTree, strict: bool) -> Transform:
@@ -151,8 +152,7 @@ def _with_master(axis: str, master: int, batch: SpecTree, strict: bool) -> Trans
                 "mesh's data axes one axis, or leave master= out"
             )
         local = Partitioning(name, axis, in_specs, strict=strict, owner=Owned(master)).apply(f)
-        shards = _ShardDimChooser(_Sharding(axis, name), _taken(inner))
-        return local.requesting(NormSharding(shards), Master(axis, master))
+        return local.requesting(NormSharding(_ShardDimChooser(axis, name, _taken(inner))), Master(axis, master))
 
     return Transform(name, axis, Order.DATA, apply)
 
@@ -217,7 +217,7 @@ def zero(
     flat = layout == "flat"
     name = f"zero({stage}, {axis!r}{', layout=' + repr(layout) if flat else ''})"
     given = None if specs is None else parameter_specs(specs, axis, name)
-    return _zero(stage, _Sharding(axis, name, given, whole_below), batch, strict, passes, flat)
+    return _zero(stage, axis, name, batch, strict, given, whole_below, passes, flat)
 
 
 def _check_layout(layout: str, stage: int, axis: str, specs: Rules, whole_below: int) -> None:
@@ -240,26 +240,17 @@ def _check_layout(layout: str, stage: int, axis: str, specs: Rules, whole_below:
         )
 
 
-@dataclass(frozen=True)
-class _Sharding:
-    """Which dim of each parameter the transform `name` shards over an axis: the given one, or a free one."""
-
-    axis: str
-    name: str
-    given: Callable[[PyTree], SpecTree] | None = None
-    whole_below: int = 0
-
-
 def _zero(
     stage: int,
-    sharding: _Sharding,
+    axis: str,
+    name: str,
     batch: SpecTree,
     strict: bool,
+    given: Callable[[PyTree], SpecTree] | None = None,
+    whole_below: int = 0,
     passes: tuple[GatherPlacement, ...] = (),
     flat: bool = False,
 ) -> Transform:
-    axis, name = sharding.axis, sharding.name
-
     def apply(f: Callable[..., PyTree]) -> LocalFunction:
         inner = layout_of(f)
         for held, rank in owners_of(inner).items():
@@ -267,7 +258,7 @@ def _zero(
                 f"{name} stands outside of {' → '.join(inner.describe)}: rank {rank} of {held!r} holds all training "
                 f"state there, so none of it is sharded or replicated over {axis!r}; leave master= out to use {name}"
             )
-        at_rest = _ShardDimChooser(sharding, _taken(inner))
+        at_rest = _ShardDimChooser(axis, name, _taken(inner), given, whole_below)
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
@@ -277,7 +268,10 @@ def _zero(
         local = Partitioning(name, axis, in_specs, gathered=gathered, strict=strict).apply(f)
         if stage or local.layout.last(NormSharding) is None:  # the innermost data axis decides the shards of a norm
             local = local.requesting(NormSharding(at_rest if stage == 0 else _nothing))
-        local = _with_data_axis(local, axis)
+        local = local.requesting(DataAxis(axis))
+        axes = tuple(each.axis for each in local.layout.all(DataAxis))
+        if len(axes) > 1:
+            local = local.requesting(RunPass(ReduceScatterFirst(axes)))
         if stage in (0, 3):
             gathers = (each for each in requested_passes(inner) if isinstance(each, GatherPlacement))
             kept = frozenset(each.axis for each in gathers if each.keep)
@@ -285,12 +279,6 @@ def _zero(
         return local.requesting(UpdateSharding(at_rest, axis, flat, whole_gradients=stage == 1))
 
     return Transform(name, axis, Order.DATA, apply)
-
-
-def _with_data_axis(f: LocalFunction, axis: str) -> LocalFunction:
-    f = f.requesting(DataAxis(axis))
-    axes = tuple(each.axis for each in f.layout.all(DataAxis))
-    return f.requesting(RunPass(ReduceScatterFirst(axes))) if len(axes) > 1 else f
 
 
 def _nothing(args: tuple[PyTree, ...]) -> SpecTree:
@@ -315,8 +303,15 @@ class _ShardDimChooser:
     the tree is used.
     """
 
-    def __init__(self, sharding: _Sharding, taken: Callable[[tuple[PyTree, ...]], SpecTree]) -> None:
-        self.sharding, self.taken = sharding, taken
+    def __init__(
+        self,
+        axis: str,
+        name: str,
+        taken: Callable[[tuple[PyTree, ...]], SpecTree],
+        given: Callable[[PyTree], SpecTree] | None = None,
+        whole_below: int = 0,
+    ) -> None:
+        self.axis, self.name, self.taken, self.given, self.whole_below = axis, name, taken, given, whole_below
         self.chosen: dict[Any, SpecTree] = {}
         self.latest: dict[Any, SpecTree] = {}
 
@@ -333,9 +328,8 @@ class _ShardDimChooser:
         return self.chosen[key]
 
     def _choose(self, params: PyTree, leaves: list[Any], taken: list[P], mesh: Mesh) -> list[P]:
-        own = self.sharding
-        if own.given is not None:
-            chosen = optree.tree_leaves(_only(own.given(params), own.axis, own.name))
+        if self.given is not None:
+            chosen = optree.tree_leaves(_only(self.given(params), self.axis, self.name))
             chosen = [_fitted(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
         else:
             chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
@@ -346,16 +340,16 @@ class _ShardDimChooser:
 
     def _dim_to_split(self, leaf: PyTree, taken: P, mesh: Mesh) -> P:
         """Choose a free dim: the first that the axis divides, for contiguous shards, else the longest."""
-        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.sharding.whole_below:
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.whole_below:
             return P()
         used = {placement.dim for placement in taken.placements(mesh)} | {getattr(leaf, STACK_DIM, None)}
-        size = mesh.axis_size(self.sharding.axis)
+        size = mesh.axis_size(self.axis)
         free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim]]
         if not free:
             return P()
         even = [dim for dim in free if leaf.shape[dim] % size == 0]
         best = even[0] if even else max(free, key=lambda dim: leaf.shape[dim])
-        return P(*[None] * best, self.sharding.axis).fitted(leaf.shape, mesh)
+        return P(*[None] * best, self.axis).fitted(leaf.shape, mesh)
 
 
 def _fitted(leaf: PyTree, spec: P, mesh: Mesh) -> P:
@@ -378,7 +372,15 @@ def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], Spe
 
     def find(tree: PyTree) -> SpecTree:
         match = matched(specs, tree, who)
-        _warn_of_unused(match.unused, specs, axis, who, tree, source)
+        said = dict(specs.items() if isinstance(specs, Mapping) else specs) if match.unused else {}
+        for pattern in match.unused:
+            if axis in as_spec(said[pattern]).axes:
+                near = ", ".join(nearest(pattern, tree_paths(tree)))
+                warn_at(
+                    source,
+                    f"{who}: rule {pattern!r} finds no parameter, so it splits none; the nearest are {near}. If the "
+                    f"model need not have it, write sharding_specs.optional({pattern!r})",
+                )
         require_dims(tree, match.specs, "the parameters")
         return match.specs
 
@@ -392,18 +394,6 @@ def matched(specs: Rules, tree: PyTree, who: str) -> RuleMatch:
     if flat or pairs:
         return match_rules(specs, tree)
     return RuleMatch(broadcast_specs(specs, tree, name=f"the spec tree of {who}", what="the parameters"), [], [])
-
-
-def _warn_of_unused(unused: list[str], rules: Rules, axis: str, who: str, tree: PyTree, source: Source | None) -> None:
-    said = dict(rules.items() if isinstance(rules, Mapping) else rules) if unused else {}
-    for pattern in unused:
-        if axis in as_spec(said[pattern]).axes:
-            near = ", ".join(nearest(pattern, tree_paths(tree)))
-            warn_at(
-                source,
-                f"{who}: rule {pattern!r} finds no parameter, so it splits none; the nearest are {near}. If the model "
-                f"need not have it, write sharding_specs.optional({pattern!r})",
-            )
 
 
 def _only(specs: SpecTree, axis: str, who: str) -> SpecTree:

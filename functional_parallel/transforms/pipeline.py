@@ -12,7 +12,7 @@ from ..ir import source
 from ..pipelines import BALANCES, CutSpec, PipelineRequest, Stacks, unstacked
 from ..requests import Microbatches, Order, owners_of
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
-from .microbatched import microbatched
+from .accumulate import microbatched
 from .parallel import Rules, parameter_specs
 from .transform import Transform
 
@@ -146,11 +146,8 @@ class _Maker:
             )
 
     def __call__(self, ranks: int) -> Schedule:
-        if ranks not in self._found:
-            self._found[ranks] = self._checked(ranks)
-        return self._found[ranks]
-
-    def _checked(self, ranks: int) -> Schedule:
+        if ranks in self._found:
+            return self._found[ranks]
         made = self._made(ranks)
         if not isinstance(made, Schedule):
             raise PipelineError(
@@ -163,7 +160,8 @@ class _Maker:
                 f"{self.axis!r} has {ranks} ranks and pipeline(microbatches={self.microbatches}); make it for these"
                 + ("" if made is self.schedule else f"; it was asked for {ranks * (self.chunks or 1)} stages")
             )
-        return check(made)
+        self._found[ranks] = check(made)
+        return made
 
     def _made(self, ranks: int) -> Schedule:
         if isinstance(self.schedule, Schedule):

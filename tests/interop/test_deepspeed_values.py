@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.interop.deepspeed.batch import batch_sizes
+from functional_parallel.interop.deepspeed.config import batch_sizes
 from functional_parallel.interop.deepspeed.schema import CHANGED, KEYS, defaults
 
 from .configs import (

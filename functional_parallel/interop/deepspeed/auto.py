@@ -11,8 +11,6 @@ __all__ = ["ARGUMENTS", "filled"]
 
 
 class _Fill(NamedTuple):
-    """Rule for a key."""
-
     arguments: str  # names of the arguments that it needs, separated by spaces
     value: Callable[..., Any] = lambda value: value  # from these
     must_match: bool = True  # whether another value in the file is an error

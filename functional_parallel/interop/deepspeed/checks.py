@@ -1,11 +1,19 @@
-"""Checks of a configuration against the schema. All problems are reported in one error, each with its path."""
+"""Reader of ds_config.json, and checks against the schema.
+
+The file may have comments and trailing commas. All problems are reported in one error, each with its path.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sharding_specs.rules import nearest
@@ -13,8 +21,10 @@ from sharding_specs.rules import nearest
 from ...quantities import is_non_negative
 from .schema import KEYS, Key
 
-__all__ = ["Problems", "converted", "flat"]
+__all__ = ["Problems", "converted", "flat", "read"]
 
+_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
 _SAVES = "zero_optimization.stage3_gather_{}_weights_on_model_save"
 _RENAMED = {"bfloat16": "bf16", _SAVES.format("fp16"): _SAVES.format("16bit")}
 _PARENTS = {path.rpartition(".")[0] for path in KEYS} | {"optimizer", "scheduler"}
@@ -53,6 +63,33 @@ class Problems(list[str]):
     def raise_if_any(self) -> None:
         if self:
             raise ValueError("this DeepSpeed configuration is not accepted:\n  " + "\n  ".join(self))
+
+
+def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a file or a dict."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    text = Path(source).read_text()
+    try:
+        found = json.loads(_LAST_COMMA.sub(_string, _COMMENT.sub(_string, text)), object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        line = [*text.splitlines(), "", ""][error.lineno - 1].strip()
+        raise ValueError(f"{source}, line {error.lineno}: {error.msg}: {line!r}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{source}: a configuration is a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _string(match: re.Match[str]) -> str:
+    """Return a string as it is. A comment leaves its line breaks, so that errors name the right line."""
+    return match[1] or "\n" * match[0].count("\n")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"Duplicate keys in DeepSpeed config: {', '.join(twice)}")
+    return dict(pairs)
 
 
 def flat(config: Mapping[str, Any], problems: Problems) -> dict[str, Any]:

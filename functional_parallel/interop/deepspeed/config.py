@@ -12,13 +12,11 @@ from sharding_specs import Mesh
 from ...optim import Optimizer, Schedule
 from ...transforms import LossScale, Plan, accumulate, chain, data_parallel, mixed_precision, zero
 from .auto import filled
-from .batch import batch_sizes
-from .checks import Problems, converted, flat
+from .checks import Problems, converted, flat, read
 from .optimizers import build_optimizer, build_schedule
-from .reading import read
 from .schema import KEYS, defaults
 
-__all__ = ["Config", "from_config"]
+__all__ = ["Config", "batch_sizes", "from_config"]
 
 _ZERO = "zero_optimization"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -116,7 +114,8 @@ def from_config(
     problems.raise_if_any()
     with problems.at("batch sizes"):
         train, micro, accumulation = (values[name] for name in _BATCH)
-        sizes = batch_sizes(train, micro, accumulation, mesh if isinstance(mesh, int) else mesh.axis_size(data))
+        ranks = mesh if isinstance(mesh, int) else mesh.axis_size(data)
+        train, micro, accumulation = batch_sizes(train, micro, accumulation, ranks)
     with problems.at("fp16"):
         precision, scale = _precision(values, given)
     if values["optimizer.type"] is not None:
@@ -125,19 +124,38 @@ def from_config(
     problems.raise_if_any()
     clip = values["gradient_clipping"] or None
     return Config(
-        plan=_plan(values, data, precision, scale, sizes.accumulation),
+        plan=_plan(values, data, precision, scale, accumulation),
         optimizer=optimizer,
         options={"clip": clip} | _bucket(values, given, precision),
         schedule=optimizer.lr if optimizer is not None else None,
         precision=precision,
         loss_scale=scale,
-        train_batch_size=sizes.train,
-        micro_batch_size=sizes.micro,
-        accumulation=sizes.accumulation,
+        train_batch_size=train,
+        micro_batch_size=micro,
+        accumulation=accumulation,
         clip=clip,
         deepspeed_version=deepspeed_version,
         not_applicable={path: KEYS[path].text for path in given if KEYS[path].treatment == "not applicable"},
     )
+
+
+def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> tuple[int, int, int]:
+    """Return the three batch sizes that fit together, from those that are given."""
+    if train is None and micro is None:
+        raise ValueError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
+    if accumulation is None:
+        accumulation = 1 if train is None or micro is None else train // micro // ranks
+    if train is None:
+        assert micro is not None
+        train = micro * accumulation * ranks
+    elif micro is None:
+        micro = train // ranks // accumulation
+    if train != micro * accumulation * ranks or not train:
+        raise ValueError(
+            "train_batch_size is not equal to train_micro_batch_size_per_gpu · gradient_accumulation_steps · ranks: "
+            f"{train} != {micro} · {accumulation} · {ranks}"
+        )
+    return train, micro, accumulation
 
 
 def _check_rules(

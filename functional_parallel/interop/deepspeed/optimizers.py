@@ -18,9 +18,7 @@ __all__ = ["OPTIMIZERS", "SCHEDULERS", "build_optimizer", "build_schedule"]
 _REQUIRED = "required"
 
 
-class Kind(NamedTuple):
-    """Type of an optimizer or scheduler."""
-
+class _Kind(NamedTuple):
     make: Callable[..., Any]  # takes the learning rate first
     defaults: dict[str, Any]  # of all parameters of the type
     names: Mapping[str, str] = {}  # our names of parameters with other names
@@ -39,14 +37,14 @@ def _lamb(rate: Schedule, *, max_coeff: float, min_coeff: float, **options: Any)
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
 _ADAGRAD = {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}
 _MUON = {"lr": None, "muon_lr": None, "momentum": 0.95, "weight_decay": 0.0}
-OPTIMIZERS: dict[str, Kind] = {
-    "Adam": Kind(_adam, _ADAM | {"adam_w_mode": True}),
-    "AdamW": Kind(_adam, _ADAM),
-    "Adagrad": Kind(optim.adagrad, _ADAGRAD),
-    "Lamb": Kind(_lamb, _ADAM | {"max_coeff": 10.0, "min_coeff": 0.01}),
-    "Lion": Kind(optim.lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}),
-    "Muon": Kind(optim.muon, _MUON | {"adam_lr": None, "betas": (0.9, 0.95), "eps": 1e-10}),
-    "SGD": Kind(optim.sgd, {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}),
+OPTIMIZERS: dict[str, _Kind] = {
+    "Adam": _Kind(_adam, _ADAM | {"adam_w_mode": True}),
+    "AdamW": _Kind(_adam, _ADAM),
+    "Adagrad": _Kind(optim.adagrad, _ADAGRAD),
+    "Lamb": _Kind(_lamb, _ADAM | {"max_coeff": 10.0, "min_coeff": 0.01}),
+    "Lion": _Kind(optim.lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+    "Muon": _Kind(optim.muon, _MUON | {"adam_lr": None, "betas": (0.9, 0.95), "eps": 1e-10}),
+    "SGD": _Kind(optim.sgd, {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}),
 }
 
 
@@ -66,16 +64,16 @@ _CYCLE_NAMES |= {"cycle_first_step_size": "first", "cycle_second_step_size": "se
 _TEST = {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000}
 _TEST |= {"lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False}
 _TEST_NAMES = dict(zip(_TEST, ("low", "size", "rate", "stairs"), strict=True))
-SCHEDULERS: dict[str, Kind] = {
-    "WarmupLR": Kind(_without_rate(schedules.warmup_lr, compat=True), _WARMUP, _WARMUP_NAMES),
-    "WarmupDecayLR": Kind(_without_rate(schedules.warmup_decay_lr, compat=True), _WARMUP | _TOTAL, _WARMUP_NAMES),
-    "WarmupCosineLR": Kind(partial(schedules.warmup_cosine_lr, compat=True), _COSINE | _TOTAL, _WARMUP_NAMES),
-    "OneCycle": Kind(_without_rate(schedules.one_cycle), _CYCLE, _CYCLE_NAMES),
-    "LRRangeTest": Kind(_without_rate(schedules.range_test), _TEST, _TEST_NAMES),
+SCHEDULERS: dict[str, _Kind] = {
+    "WarmupLR": _Kind(_without_rate(schedules.warmup_lr, compat=True), _WARMUP, _WARMUP_NAMES),
+    "WarmupDecayLR": _Kind(_without_rate(schedules.warmup_decay_lr, compat=True), _WARMUP | _TOTAL, _WARMUP_NAMES),
+    "WarmupCosineLR": _Kind(partial(schedules.warmup_cosine_lr, compat=True), _COSINE | _TOTAL, _WARMUP_NAMES),
+    "OneCycle": _Kind(_without_rate(schedules.one_cycle), _CYCLE, _CYCLE_NAMES),
+    "LRRangeTest": _Kind(_without_rate(schedules.range_test), _TEST, _TEST_NAMES),
 }
 
 
-def _parameters(kinds: Mapping[str, Kind], block: str, given: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
+def _parameters(kinds: Mapping[str, _Kind], block: str, given: Mapping[str, Any]) -> tuple[_Kind, dict[str, Any]]:
     """Return the kind that a block names, in any case of letters, and its parameters with defaults."""
     name, prefix = given[f"{block}.type"], f"{block}.params."
     kind = {each.lower(): kind for each, kind in kinds.items()}.get(name.lower())

@@ -18,12 +18,8 @@ class Key(NamedTuple):
     path: str  # with dots
     kind: str | tuple[str, ...]  # one of those in `checks`, or choices
     default: Any
-    treatment: str  # "honoured", "not applicable" or "refused"
     text: str  # the effect of an honoured key, or the reason
-
-
-def _honoured(path: str, kind: str | tuple[str, ...], default: Any, effect: str) -> Key:
-    return Key(path, kind, default, "honoured", effect)
+    treatment: str = "honoured"  # or "not applicable" or "refused"
 
 
 def _rows(treatment: str, block: str, reason: str, **keys: Any) -> list[Key]:
@@ -32,7 +28,7 @@ def _rows(treatment: str, block: str, reason: str, **keys: Any) -> list[Key]:
     rows = []
     for name, value in keys.items():
         kind, default = value if isinstance(value, tuple) else (kinds[type(value)], value)
-        rows.append(Key(f"{block}.{name}" if block else name, kind, default, treatment, reason))
+        rows.append(Key(f"{block}.{name}" if block else name, kind, default, reason, treatment))
     return rows
 
 
@@ -57,62 +53,62 @@ _MOMENTUM = "momentum has no schedule; write cycle_momentum false"
 _OFFLOADING = {"nvme_path": _TEXT, "pin_memory": True}
 
 _ROWS = [
-    _honoured("train_batch_size", "count", None, "samples of a step: micro-batch · accumulation · data ranks"),
-    _honoured("train_micro_batch_size_per_gpu", "count", None, "samples of a microbatch of a rank"),
-    _honoured("gradient_accumulation_steps", "count", None, "`accumulate(n)`, with reduce='each' from stage 2 on"),
-    _honoured("gradient_clipping", "number", 1.0, "`train_step(clip=…)`; 0 is off"),
-    _honoured("communication_data_type", _FLOATS, None, "`mixed_precision(reduce=…)`; by default fp32"),
-    _honoured("fp16.enabled", "bool", False, "`mixed_precision('fp16')`"),
-    _honoured("fp16.loss_scale", "number", 0.0, "constant loss scale; 0 is dynamic"),
-    _honoured("fp16.initial_scale_power", "int", 16, "`LossScale(initial=2**…)`; by default 32 at stage 0"),
-    _honoured("fp16.loss_scale_window", "int", 1000, "`LossScale(window=…)`"),
-    _honoured("fp16.hysteresis", "count", 2, "`LossScale(hysteresis=…)`; DeepSpeed's stage 0 has none"),
-    _honoured("fp16.consecutive_hysteresis", "bool", False, "`LossScale(consecutive_hysteresis=…)`"),
-    _honoured("fp16.min_loss_scale", "number", 1, "`LossScale(minimum=…)`"),
-    _honoured("bf16.enabled", "bool", False, "`mixed_precision('bf16')`"),
-    _honoured("bf16.check_grad_overflow", "bool", True, "a step whose gradients overflow is skipped"),
-    _honoured("bf16.bf16_master_weights_and_grads", "bool", False, "`mixed_precision(masters=False)`"),
-    _honoured("bf16.bf16_optimizer_states", "bool", False, "required by bf16_master_weights_and_grads"),
-    _honoured("torch_autocast.enabled", "bool", False, "`mixed_precision(…, params='fp32')`"),
-    _honoured("torch_autocast.dtype", ("bfloat16", "float16", "bf16", "fp16"), "bfloat16", "dtype of the computation"),
-    _honoured(f"{_ZERO}.stage", "int", 0, "`data_parallel` for 0, `zero(stage)` for 1, 2 and 3"),
-    _honoured(f"{_ZERO}.reduce_bucket_size", "int", 500_000_000, "`train_step(bucket=…)` in bytes; by default 'auto'"),
-    _honoured(f"{_ZERO}.stage3_prefetch_bucket_size", "int", 5 * 10**7, "`zero(3, prefetch=…)`: 1 layer, 0 if it is 0"),
-    _honoured(f"{_ZERO}.stage3_param_persistence_threshold", "int", 100_000, "`zero(3, whole_below=…)`"),
-    _honoured("optimizer.type", "text", None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD"),
-    _honoured("optimizer.params.lr", "number", None, "learning rate, unless a scheduler replaces it"),
-    _honoured("optimizer.params.betas", "list", None, "of Adam, AdamW, Lamb, Lion, and of Muon's AdamW"),
-    _honoured("optimizer.params.eps", "number", None, "of all except Lion and SGD"),
-    _honoured("optimizer.params.weight_decay", "number", None, "of all; decoupled except for Adagrad and SGD"),
-    _honoured("optimizer.params.adam_w_mode", "bool", None, "Adam: whether the decay is decoupled, by default true"),
-    _honoured("optimizer.params.bias_correction", "bool", None, "Lamb; for Adam it must be true"),
-    _honoured("optimizer.params.max_coeff", "number", None, "Lamb: upper bound of the ratio of norms"),
-    _honoured("optimizer.params.min_coeff", "number", None, "Lamb: lower bound of the ratio of norms"),
-    _honoured("optimizer.params.lr_decay", "number", None, "Adagrad"),
-    _honoured("optimizer.params.initial_accumulator_value", "number", None, "Adagrad"),
-    _honoured("optimizer.params.momentum", "number", None, "SGD and Muon"),
-    _honoured("optimizer.params.dampening", "number", None, "SGD"),
-    _honoured("optimizer.params.nesterov", "bool", None, "SGD"),
-    _honoured("optimizer.params.muon_lr", "number", None, "Muon: rate of the matrices"),
-    _honoured("optimizer.params.adam_lr", "number", None, "Muon: rate of the other parameters"),
-    _honoured("scheduler.type", "text", None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest"),
-    _honoured("scheduler.params.warmup_min_lr", "number", None, "first rate of WarmupLR and WarmupDecayLR"),
-    _honoured("scheduler.params.warmup_max_lr", "number", None, "last rate of their warm-up"),
-    _honoured("scheduler.params.warmup_num_steps", "count", None, "length of a warm-up"),
-    _honoured("scheduler.params.warmup_type", "text", None, "'log' or 'linear'"),
-    _honoured("scheduler.params.total_num_steps", "count", None, "WarmupDecayLR and WarmupCosineLR: length of the run"),
-    _honoured("scheduler.params.warmup_min_ratio", "number", None, "WarmupCosineLR: first fraction of the rate"),
-    _honoured("scheduler.params.cos_min_ratio", "number", None, "WarmupCosineLR: last fraction of the rate"),
-    _honoured("scheduler.params.cycle_min_lr", "number", None, "OneCycle: rate at both ends"),
-    _honoured("scheduler.params.cycle_max_lr", "number", None, "OneCycle: highest rate"),
-    _honoured("scheduler.params.cycle_first_step_size", "count", None, "OneCycle: steps of the increase"),
-    _honoured("scheduler.params.cycle_second_step_size", "count", None, "OneCycle: steps of the decrease"),
-    _honoured("scheduler.params.decay_lr_rate", "number", None, "OneCycle: decay after the cycle"),
-    _honoured("scheduler.params.decay_step_size", "int", None, "OneCycle: steps per unit of this decay"),
-    _honoured("scheduler.params.lr_range_test_min_lr", "number", None, "LRRangeTest: first rate"),
-    _honoured("scheduler.params.lr_range_test_step_size", "count", None, "LRRangeTest: steps per increase"),
-    _honoured("scheduler.params.lr_range_test_step_rate", "number", None, "LRRangeTest: increase, as a fraction"),
-    _honoured("scheduler.params.lr_range_test_staircase", "bool", None, "LRRangeTest: whether it is a step function"),
+    Key("train_batch_size", "count", None, "samples of a step: micro-batch · accumulation · data ranks"),
+    Key("train_micro_batch_size_per_gpu", "count", None, "samples of a microbatch of a rank"),
+    Key("gradient_accumulation_steps", "count", None, "`accumulate(n)`, with reduce='each' from stage 2 on"),
+    Key("gradient_clipping", "number", 1.0, "`train_step(clip=…)`; 0 is off"),
+    Key("communication_data_type", _FLOATS, None, "`mixed_precision(reduce=…)`; by default fp32"),
+    Key("fp16.enabled", "bool", False, "`mixed_precision('fp16')`"),
+    Key("fp16.loss_scale", "number", 0.0, "constant loss scale; 0 is dynamic"),
+    Key("fp16.initial_scale_power", "int", 16, "`LossScale(initial=2**…)`; by default 32 at stage 0"),
+    Key("fp16.loss_scale_window", "int", 1000, "`LossScale(window=…)`"),
+    Key("fp16.hysteresis", "count", 2, "`LossScale(hysteresis=…)`; DeepSpeed's stage 0 has none"),
+    Key("fp16.consecutive_hysteresis", "bool", False, "`LossScale(consecutive_hysteresis=…)`"),
+    Key("fp16.min_loss_scale", "number", 1, "`LossScale(minimum=…)`"),
+    Key("bf16.enabled", "bool", False, "`mixed_precision('bf16')`"),
+    Key("bf16.check_grad_overflow", "bool", True, "a step whose gradients overflow is skipped"),
+    Key("bf16.bf16_master_weights_and_grads", "bool", False, "`mixed_precision(masters=False)`"),
+    Key("bf16.bf16_optimizer_states", "bool", False, "required by bf16_master_weights_and_grads"),
+    Key("torch_autocast.enabled", "bool", False, "`mixed_precision(…, params='fp32')`"),
+    Key("torch_autocast.dtype", ("bfloat16", "float16", "bf16", "fp16"), "bfloat16", "dtype of the computation"),
+    Key(f"{_ZERO}.stage", "int", 0, "`data_parallel` for 0, `zero(stage)` for 1, 2 and 3"),
+    Key(f"{_ZERO}.reduce_bucket_size", "int", 500_000_000, "`train_step(bucket=…)` in bytes; by default 'auto'"),
+    Key(f"{_ZERO}.stage3_prefetch_bucket_size", "int", 5 * 10**7, "`zero(3, prefetch=…)`: 1 layer, 0 if it is 0"),
+    Key(f"{_ZERO}.stage3_param_persistence_threshold", "int", 100_000, "`zero(3, whole_below=…)`"),
+    Key("optimizer.type", "text", None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD"),
+    Key("optimizer.params.lr", "number", None, "learning rate, unless a scheduler replaces it"),
+    Key("optimizer.params.betas", "list", None, "of Adam, AdamW, Lamb, Lion, and of Muon's AdamW"),
+    Key("optimizer.params.eps", "number", None, "of all except Lion and SGD"),
+    Key("optimizer.params.weight_decay", "number", None, "of all; decoupled except for Adagrad and SGD"),
+    Key("optimizer.params.adam_w_mode", "bool", None, "Adam: whether the decay is decoupled, by default true"),
+    Key("optimizer.params.bias_correction", "bool", None, "Lamb; for Adam it must be true"),
+    Key("optimizer.params.max_coeff", "number", None, "Lamb: upper bound of the ratio of norms"),
+    Key("optimizer.params.min_coeff", "number", None, "Lamb: lower bound of the ratio of norms"),
+    Key("optimizer.params.lr_decay", "number", None, "Adagrad"),
+    Key("optimizer.params.initial_accumulator_value", "number", None, "Adagrad"),
+    Key("optimizer.params.momentum", "number", None, "SGD and Muon"),
+    Key("optimizer.params.dampening", "number", None, "SGD"),
+    Key("optimizer.params.nesterov", "bool", None, "SGD"),
+    Key("optimizer.params.muon_lr", "number", None, "Muon: rate of the matrices"),
+    Key("optimizer.params.adam_lr", "number", None, "Muon: rate of the other parameters"),
+    Key("scheduler.type", "text", None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest"),
+    Key("scheduler.params.warmup_min_lr", "number", None, "first rate of WarmupLR and WarmupDecayLR"),
+    Key("scheduler.params.warmup_max_lr", "number", None, "last rate of their warm-up"),
+    Key("scheduler.params.warmup_num_steps", "count", None, "length of a warm-up"),
+    Key("scheduler.params.warmup_type", "text", None, "'log' or 'linear'"),
+    Key("scheduler.params.total_num_steps", "count", None, "WarmupDecayLR and WarmupCosineLR: length of the run"),
+    Key("scheduler.params.warmup_min_ratio", "number", None, "WarmupCosineLR: first fraction of the rate"),
+    Key("scheduler.params.cos_min_ratio", "number", None, "WarmupCosineLR: last fraction of the rate"),
+    Key("scheduler.params.cycle_min_lr", "number", None, "OneCycle: rate at both ends"),
+    Key("scheduler.params.cycle_max_lr", "number", None, "OneCycle: highest rate"),
+    Key("scheduler.params.cycle_first_step_size", "count", None, "OneCycle: steps of the increase"),
+    Key("scheduler.params.cycle_second_step_size", "count", None, "OneCycle: steps of the decrease"),
+    Key("scheduler.params.decay_lr_rate", "number", None, "OneCycle: decay after the cycle"),
+    Key("scheduler.params.decay_step_size", "int", None, "OneCycle: steps per unit of this decay"),
+    Key("scheduler.params.lr_range_test_min_lr", "number", None, "LRRangeTest: first rate"),
+    Key("scheduler.params.lr_range_test_step_size", "count", None, "LRRangeTest: steps per increase"),
+    Key("scheduler.params.lr_range_test_step_rate", "number", None, "LRRangeTest: increase, as a fraction"),
+    Key("scheduler.params.lr_range_test_staircase", "bool", None, "LRRangeTest: whether it is a step function"),
     #
     *_not_applicable("", _LOGS, steps_per_print=("int", None), wall_clock_breakdown=False, memory_breakdown=False),
     *_not_applicable("", _LOGS, dump_state=False, flops_profiler=_BLOCK, comms_logger=_BLOCK, tensorboard=_BLOCK),

@@ -76,7 +76,8 @@ class PrecisionMode(TorchFunctionMode):
             return result
         if self.dtype is torch.float16 and func in _far():
             return result
-        return _map(functools.partial(_narrowed, dtype=dtype), result)
+        # a scalar is a loss or a term of one
+        return _map(lambda leaf: cast(leaf, dtype) if is_floating(leaf) and leaf.ndim else leaf, result)
 
 
 def wide(leaf: PyTree) -> PyTree:
@@ -91,11 +92,6 @@ def cast(leaf: PyTree, dtype: torch.dtype) -> PyTree:
 
 def is_floating(leaf: PyTree) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def _narrowed(leaf: PyTree, dtype: torch.dtype) -> PyTree:
-    """Cast `leaf` to `dtype`, except a scalar, which is a loss or a term of one."""
-    return cast(leaf, dtype) if is_floating(leaf) and leaf.ndim else leaf
 
 
 def _map(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:

@@ -96,11 +96,14 @@ def mixed_precision(
 
         def call(first: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
             _refuse_unused(keep, first)
-            leaves, kept = _cast_parameters(first, dtype, (*keep, *STATISTICS))
+            source = current_source() or Source("", 0, "", "")
+            with at_source(replace(source, casts_parameters=True)):  # passes identify gradients of parameters by it
+                leaves, kept = _cast(first, dtype, (*keep, *STATISTICS))
             batch, statistics = _cast(batch, entering, STATISTICS)
             with PrecisionMode(dtype, [*kept, *statistics], further):
                 result = inner.run(leaves, *batch)
-            return optree.tree_map(lambda leaf: _result(leaf, dtype), result), inner.results
+            wide = optree.tree_map(lambda x: x.float() if is_floating(x) and x.dtype == dtype else x, result)
+            return wide, inner.results
 
         layout = replace(inner.layout, describe=(*inner.layout.describe, name))
         return LocalFunction(call, layout, inner.name).requesting(*requests)
@@ -124,14 +127,8 @@ def _refuse_unused(keep: Sequence[str], params: PyTree) -> None:
             )
 
 
-def _cast_parameters(params: PyTree, dtype: torch.dtype, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
-    """Cast the parameters to `dtype`. Return them and the list of parameters that were not cast."""
-    source = current_source() or Source("", 0, "", "")
-    with at_source(replace(source, casts_parameters=True)):  # passes identify gradients of parameters by this mark
-        return _cast(params, dtype, keep)
-
-
 def _cast(tree: PyTree, dtype: torch.dtype | None, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
+    """Cast a tree to `dtype`. Return it and the list of the leaves to keep, which were not cast."""
     leaves, structure = optree.tree_flatten(tree)
     kept = optree.tree_leaves(_is_kept(keep, tree))
     moved = [leaf if stays or dtype is None else cast(leaf, dtype) for leaf, stays in zip(leaves, kept, strict=True)]
@@ -145,10 +142,6 @@ def _is_kept(keep: Sequence[str], tree: PyTree) -> PyTree:
         is_floating(leaf) and any(matches(pattern, path) for pattern in keep)
         for path, leaf in zip(tree_paths(tree), leaves, strict=True)
     )
-
-
-def _result(leaf: PyTree, dtype: torch.dtype) -> PyTree:
-    return leaf.float() if is_floating(leaf) and leaf.dtype == dtype else leaf
 
 
 def _type(name: str, argument: str, supported: Sequence[str]) -> torch.dtype:
