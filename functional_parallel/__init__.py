@@ -56,7 +56,7 @@ from .errors import (
 from .functions import functional, grad, grad_and_value, hessian, jvp, vmap
 from .interop import PreparedStep, deepspeed, prepare
 from .ops import constrain, outputs
-from .ops import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
+from .ops import keyed_draws as _keyed_draws  # its import registers them
 from .partition import partition
 from .planning import PipelineChoice, PipelineChoices, activation_bytes, estimate, layer_costs, search_pipeline
 from .program import Hardware, Line, Price, Program

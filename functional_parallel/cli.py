@@ -39,8 +39,6 @@ from .runtime import launch_of_environment
 from .schedules import command
 from .transforms import chain, matched, pipeline, tensor_parallel, zero
 
-__all__ = ["main"]
-
 _TARGETS = (__doc__ or "\n\n").split("\n\n", 1)[1]  # python -OO removes docstrings
 
 

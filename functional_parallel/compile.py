@@ -23,8 +23,6 @@ from .program import Explanation, PassTable, Program
 from .runtime import check_backend, refuse_asynchronous, runtime_of
 from .tracing import ProgramCache, disable_ambient_modes, recorder
 
-__all__ = ["Compiled", "compile", "shard_map"]
-
 
 @explain_keywords
 def compile(

@@ -6,8 +6,6 @@ import math
 from numbers import Integral, Real
 from typing import TypeGuard
 
-__all__ = ["is_non_negative", "is_number", "is_positive", "is_positive_int"]
-
 
 def is_number(value: float | str | None) -> TypeGuard[float]:
     """Whether a value is a finite number.

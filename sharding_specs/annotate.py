@@ -13,8 +13,6 @@ from .errors import SpecError
 from .pytree import Tree
 from .spec import P, as_spec
 
-__all__ = ["Annotated", "annotate", "split"]
-
 
 def annotate(value: torch.Tensor, spec: P | str) -> Annotated:
     """Attach a spec to a parameter at its creation. `split` removes it.

@@ -6,8 +6,6 @@ import torch
 
 from .spec import P
 
-__all__ = ["Annotated"]
-
 
 class Annotated:
     """Value with its spec. It is a leaf of a pytree until `split` separates the two."""

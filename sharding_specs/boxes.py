@@ -10,8 +10,6 @@ from typing import NamedTuple
 from .mesh import Mesh
 from .spec import P
 
-__all__ = ["Box", "boxes_of_run", "holders", "rank_boxes"]
-
 
 class Box(NamedTuple):
     """Box of a tensor: its first index and its size along each dim.

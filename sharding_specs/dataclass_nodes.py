@@ -17,8 +17,6 @@ from .annotated import Annotated
 from .pytree import DataclassNode, Tree
 from .spec import P
 
-__all__ = ["keep_as_leaves", "register_dataclasses"]
-
 T = TypeVar("T")
 
 _libraries = {"torch", "optree", "sharding_specs"}  # packages with dataclasses that are leaves

@@ -15,9 +15,6 @@ from .spec import P
 from .trees import broadcast_specs, tree_paths
 from .validate import misfits, require_dims, validate
 
-__all__ = ["local_shape", "padded_shape", "reshard", "shard", "shard_leaf", "unshard", "unshard_leaf", "whole_shape"]
-
-
 T = TypeVar("T", bound=Tree)
 
 

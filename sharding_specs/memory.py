@@ -14,8 +14,6 @@ from .spec import P
 from .trees import broadcast_specs, tree_paths
 from .validate import require_dims
 
-__all__ = ["MemoryRow", "bytes_per_rank", "memory_table"]
-
 
 class MemoryRow(NamedTuple):
     """Path, global shape and spec of one leaf, and the bytes of its shard on each rank."""

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 
 from .errors import MeshError
 
-__all__ = ["Mesh"]
-
 AxisNames = str | Iterable[str]
 
 

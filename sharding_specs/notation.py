@@ -8,8 +8,6 @@ from typing import Any
 
 from einops.parsing import AnonymousAxis, ParsedExpression
 
-__all__ = ["parse_dims"]
-
 _SHARDED = re.compile(r"([A-Za-z0-9_]+)/(\(([^()]*)\)|[A-Za-z_][A-Za-z0-9_]*)")
 
 

@@ -11,8 +11,6 @@ import torch
 from .annotated import Annotated
 from .spec import P
 
-__all__ = ["DataclassNode", "RegisteredNode", "SpecTree", "Tree"]
-
 
 class DataclassNode(Protocol):
     """Instance of a dataclass: a node if it holds tensors or specs, else a leaf."""

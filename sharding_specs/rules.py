@@ -20,8 +20,6 @@ from .pytree import Tree
 from .spec import P, as_spec
 from .trees import tree_paths
 
-__all__ = ["RuleMatch", "apply_rules", "bert", "gpt2", "llama", "match_rules", "matches", "nearest", "optional", "vit"]
-
 Rules = Mapping[str, P | str | None] | Iterable[tuple[str, P | str | None]]
 
 

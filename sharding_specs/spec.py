@@ -15,8 +15,6 @@ from .errors import SpecError
 from .mesh import Mesh
 from .notation import parse_dims
 
-__all__ = ["P", "Placement", "as_spec"]
-
 Factor = str | int
 Dim: TypeAlias = str | tuple[Factor, ...] | list[Factor] | None
 

@@ -11,8 +11,6 @@ from .errors import SpecError
 from .pytree import SpecTree, Tree
 from .spec import P, as_spec
 
-__all__ = ["broadcast_specs", "is_spec", "path_text", "tree_paths"]
-
 
 def is_spec(x: Tree) -> TypeGuard[P | str | None]:
     """Whether `x` is a leaf of a spec tree: a spec, its string form, or None."""

@@ -13,8 +13,6 @@ from .pytree import SpecTree, Tree
 from .spec import P
 from .trees import broadcast_specs, tree_paths
 
-__all__ = ["misfits", "require_dims", "validate"]
-
 
 def validate(tree: Tree, specs: SpecTree, mesh: Mesh, *, pad: bool = False, advice: str = "") -> None:
     """Check a spec tree against a tree of tensors (or of anything with a shape).

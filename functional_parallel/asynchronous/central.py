@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 from .messages import Message, Node
 
-__all__ = ["Central"]
-
 
 @dataclass(frozen=True)
 class Central(Node):

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ..quantities import is_non_negative, is_number, is_positive
 
-__all__ = ["Clock"]
-
 
 @dataclass(frozen=True)
 class Clock:

@@ -11,8 +11,6 @@ import optree
 
 from ..functions import PyTree
 
-__all__ = ["TO_CLIENT", "Message", "Node", "Rules"]
-
 TO_CLIENT = ("reply", "final")  # kinds that a rank's training loop takes; its node takes the others
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from ..functions import PyTree
 from .messages import Message, Node
 
-__all__ = ["Rotating"]
-
 
 @dataclass(frozen=True)
 class Rotating(Node):

@@ -15,8 +15,6 @@ from .clock import Clock
 from .step import AsyncStep, Method
 from .worker import Computation
 
-__all__ = ["parameter_server", "rotating_server"]
-
 
 @explain_keywords
 def parameter_server(

@@ -30,8 +30,6 @@ from ..functions import PyTree
 from ..runtime import host_identity, keep_alive, own_addresses
 from .messages import TO_CLIENT, Message, Node
 
-__all__ = ["Session", "connected"]
-
 _FRAME = struct.Struct("!QQ")  # bytes of the header, and of the tensors
 _READ = 1 << 20
 _SECONDS = 60.0  # to connect

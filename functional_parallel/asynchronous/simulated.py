@@ -14,8 +14,6 @@ from .messages import TO_CLIENT, Message
 from .state import AsyncMetrics, AsyncState
 from .worker import Work
 
-__all__ = ["dropped_rank", "finished", "stepped"]
-
 
 def stepped(
     state: AsyncState, work: Work, loss: torch.Tensor, push: Message | None, clock: Clock

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from .messages import Node
 from .worker import Work
 
-__all__ = ["AsyncMetrics", "AsyncState"]
-
 
 class AsyncMetrics(NamedTuple):
     """Results of one step of one rank.

@@ -27,8 +27,6 @@ from .simulated import dropped_rank, finished, stepped
 from .state import AsyncMetrics, AsyncState
 from .worker import Computation
 
-__all__ = ["AsyncStep", "Method"]
-
 
 @dataclass(frozen=True)
 class Method:

@@ -17,8 +17,6 @@ from ..ir import is_trained
 from ..optim import Optimizer
 from ..runtime import SimulatedRuntime, use_runtime
 
-__all__ = ["Computation", "Work"]
-
 _ALONE = Mesh(asynchronous_rank=1)
 
 

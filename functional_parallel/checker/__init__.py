@@ -4,14 +4,3 @@ from .argument_checks import OP as DECLARED
 from .argument_checks import check_arguments, record_input_specs, type_of_spec
 from .typed import run_typed
 from .typing import Typing, is_zero, type_of
-
-__all__ = [
-    "DECLARED",
-    "Typing",
-    "check_arguments",
-    "is_zero",
-    "record_input_specs",
-    "run_typed",
-    "type_of",
-    "type_of_spec",
-]

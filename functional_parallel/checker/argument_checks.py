@@ -28,8 +28,6 @@ from ..ir import current_source, info, update_info
 from ..ops import define_marker
 from ..tracing import recorder
 
-__all__ = ["check_arguments", "record_input_specs", "type_of_spec"]
-
 _V, _I, _U, _R, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED, State.OWNED
 
 

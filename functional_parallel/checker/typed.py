@@ -24,8 +24,6 @@ from ..ir import (
 )
 from .typing import casts_of, type_of
 
-__all__ = ["run_typed"]
-
 
 def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
     """Run a typed graph with its implied casts. Each value is cast at most once per axis and target state.

@@ -28,8 +28,6 @@ from ..ir import (
 )
 from ..rules import lookup, parse_rule
 
-__all__ = ["Typing", "casts_of", "is_zero", "type_of"]
-
 aten = torch.ops.aten
 
 _V, _I, _U, _R, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED, State.OWNED

@@ -20,8 +20,6 @@ from .format import Entry, file_name, header, parse_header
 from .plan import WriteItem
 from .sums import BLOCK, BlockSums, hasher
 
-__all__ = ["FileInfo", "ShardFile", "bytes_of", "write_files"]
-
 Tensors = Callable[[WriteItem], Iterable[torch.Tensor]]
 
 

@@ -20,8 +20,6 @@ from .disk import Disk
 from .format import NAME
 from .opened import Checkpoint
 
-__all__ = ["RunFolder", "candidates", "committed"]
-
 _STEP = re.compile(r"step_(\d{8,})(\.old-\w+)?")
 _LOCK = ".lock"
 

@@ -23,8 +23,6 @@ from .format import NAME, Entry, header
 from .opened import Checkpoint
 from .trees import tree_from_json, tree_keys
 
-__all__ = ["consolidate", "load"]
-
 Made = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]]
 
 

@@ -19,21 +19,6 @@ from .layouts import LeafLayout, Piece, Vector, Writers
 from .plan import SavePlan
 from .sums import hasher
 
-__all__ = [
-    "DTYPES",
-    "NAME",
-    "VERSION",
-    "Entry",
-    "decode",
-    "dtype_name",
-    "encode",
-    "file_name",
-    "header",
-    "parse_header",
-    "plan_from_json",
-    "plan_to_json",
-]
-
 NAME, VERSION = "checkpoint.json", 1
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, of_torch)

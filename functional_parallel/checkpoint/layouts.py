@@ -17,8 +17,6 @@ import torch
 
 from sharding_specs import Box, Mesh, P, boxes_of_run, holders, local_shape, rank_boxes
 
-__all__ = ["LeafLayout", "Part", "Piece", "Region", "Vector", "Writers"]
-
 Coordinates = Mapping[str, int]
 
 

@@ -22,8 +22,6 @@ from .layouts import LeafLayout, Piece
 from .plan import ReadItem, plan_restore
 from .positions import position_of
 
-__all__ = ["Checkpoint", "LeafInfo"]
-
 
 class LeafInfo(NamedTuple):
     """A leaf of a checkpoint."""

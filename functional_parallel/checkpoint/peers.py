@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 from ..errors import CheckpointError
 
-__all__ = ["Peers"]
-
 
 class Store(Protocol):
     """The part of torch's stores that is used."""

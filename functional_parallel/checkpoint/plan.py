@@ -19,8 +19,6 @@ from sharding_specs import Box, Mesh
 from ..errors import CheckpointError, DamagedCheckpointError
 from .layouts import LeafLayout, Part, Piece, Writers
 
-__all__ = ["ReadItem", "RestorePlan", "SavePlan", "Source", "WriteItem", "plan_restore", "plan_save"]
-
 _ROUNDS = 3
 
 

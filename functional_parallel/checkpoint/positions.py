@@ -12,8 +12,6 @@ from ..errors import CheckpointError
 from .format import DTYPES, dtype_name
 from .peers import Peers
 
-__all__ = ["load_position", "position_of", "position_to_json"]
-
 
 def position_to_json(data: Any, peers: Peers) -> Any:
     """Return the position of a run in its samples as JSON. Every process calls it.

@@ -11,8 +11,6 @@ from .folder import candidates
 from .opened import Checkpoint
 from .saving import Save
 
-__all__ = ["Saver", "inspect"]
-
 
 class Saves(Protocol):
     """A training step, as far as a saver uses it."""

@@ -27,8 +27,6 @@ from .peers import Peers
 from .plan import SavePlan, WriteItem
 from .sums import default_algorithm
 
-__all__ = ["Contents", "Save", "begin_save"]
-
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks at the store
 
 

@@ -10,8 +10,6 @@ from typing import Protocol
 
 from ..errors import CheckpointError
 
-__all__ = ["BLOCK", "BlockSums", "default_algorithm", "hasher"]
-
 BLOCK = 4 << 20  # bytes; a multiple of the size of every page and dtype
 
 

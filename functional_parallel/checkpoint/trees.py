@@ -11,8 +11,6 @@ import optree
 
 from ..functions import PyTree
 
-__all__ = ["tree_from_json", "tree_keys", "tree_to_json"]
-
 _NUMBER = re.compile(r"-?\d+")
 _TREES: dict[str, type[Any]] = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": tuple}
 

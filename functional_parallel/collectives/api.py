@@ -20,22 +20,6 @@ from .axes import Axes, axis_size, normalize_axes
 from .leaves import NUMBERS, Leaf, checked_emit, over_leaves, split_dim_of
 from .types import State
 
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "axis_index",
-    "pbroadcast",
-    "pcast",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
-    "pscatter",
-    "psum",
-    "psum_scatter",
-    "pvary",
-]
-
 Tree = TypeVar("Tree")
 
 

@@ -22,27 +22,6 @@ from ..errors import UnboundAxisError
 from .communicator import Communicator, Lane
 from .dim_split import DimSplit
 
-__all__ = [
-    "MICROBATCH",
-    "Axes",
-    "Binding",
-    "Environment",
-    "are_bound",
-    "axis_dim_split",
-    "axis_size",
-    "bind",
-    "communicator_for",
-    "current_axes",
-    "hidden_axes",
-    "hide",
-    "mesh_axis_size",
-    "normalize_axes",
-    "restored",
-    "share_communicator",
-    "snapshot",
-    "trace_only",
-]
-
 MICROBATCH = "microbatch"  # axis over microbatches, which one rank runs sequentially
 
 Axes = str | Iterable[str]

@@ -13,8 +13,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Communicator", "Lane"]
-
 
 @runtime_checkable
 class Communicator(Protocol):

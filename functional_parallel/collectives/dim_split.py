@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-__all__ = ["DimSplit"]
-
 Position = TypeVar("Position", int, Tensor)
 
 

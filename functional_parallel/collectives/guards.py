@@ -18,8 +18,6 @@ from torch import nn
 
 from ..errors import ForeignCollectiveError
 
-__all__ = ["check_callable", "check_op"]
-
 _NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
 # First match wins: the op's name without underscores contains the key.

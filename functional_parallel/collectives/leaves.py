@@ -16,8 +16,6 @@ from .communicator import Lane
 from .types import Param, State, Type, result_type
 from .vmap import is_mapped
 
-__all__ = ["NUMBERS", "Leaf", "checked_emit", "over_leaves", "split_dim_of"]
-
 Tree = TypeVar("Tree")
 NUMBERS = (bool, int, float, complex)
 Leaf = Tensor | complex  # a tensor or any number

@@ -20,8 +20,6 @@ from .axes import axis_size, communicator_for
 from .communicator import Communicator, Lane
 from .types import Param
 
-__all__ = ["primitive_of"]
-
 Target = Callable[..., Any] | str  # of a node in a graph
 
 _library = torch.library.Library("fp", "DEF")

@@ -18,20 +18,6 @@ from torch import Tensor
 
 from .types import Param
 
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "apply_reference",
-    "pbroadcast",
-    "pcast",
-    "pmax",
-    "pmin",
-    "ppermute",
-    "pscatter",
-    "psum",
-    "psum_scatter",
-]
-
 Values = Sequence[Tensor]
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from ..errors import CollectiveShapeError
 from .axes import axis_size
 
-__all__ = ["canonical_dim", "checked_pairs", "checked_rank", "chunk_shape", "gathered_shape"]
-
 
 def canonical_dim(operation: str, shape: Sequence[int], dim: int) -> int:
     if not -len(shape) <= dim < len(shape):

@@ -7,20 +7,6 @@ pieces of about `PIECE` bytes. A half starts at `SMALL_HALF` bytes and grows to 
 
 from __future__ import annotations
 
-__all__ = [
-    "AHEAD",
-    "ALIGNMENT",
-    "AT_ONCE",
-    "GATHERED",
-    "HALF",
-    "LARGEST",
-    "ROOM",
-    "SMALL_HALF",
-    "aligned",
-    "places",
-    "slot_bytes",
-]
-
 HALF = 2 << 20  # bytes of a half, at most
 SMALL_HALF = 256 << 10
 AT_ONCE = 3 << 19

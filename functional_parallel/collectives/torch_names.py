@@ -21,8 +21,6 @@ from .api import all_gather, all_to_all, axis_index, pbroadcast, ppermute, psum,
 from .axes import Axes, axis_size
 from .leaves import over_leaves, split_dim_of
 
-__all__ = ["InFlightValue", "broadcast", "gather", "recv", "reduce", "scatter", "send"]
-
 Tree = TypeVar("Tree")
 
 

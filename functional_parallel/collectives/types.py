@@ -21,8 +21,6 @@ from enum import Enum
 
 from ..errors import CollectiveTypeError
 
-__all__ = ["Param", "State", "Type", "dual", "result_type", "source_state"]
-
 Param = int | str | Sequence[int]  # argument of a primitive after its axes: a dim, a rank, a state or pairs of ranks
 
 

@@ -27,8 +27,6 @@ from ..errors import CollectiveTypeError
 from .axes import bind
 from .communicator import Lane
 
-__all__ = ["dims_of_leaves", "is_mapped", "vmap"]
-
 Dims = int | Sequence["Dims"] | Mapping[str, "Dims"] | None  # one dim for all leaves of a tree, or a tree of dims
 
 

@@ -2,5 +2,3 @@
 
 from .sampler import Position, Sampler
 from .uneven import batch_signature, check_same_call, even_batches, pad_batch
-
-__all__ = ["Position", "Sampler", "batch_signature", "check_same_call", "even_batches", "pad_batch"]

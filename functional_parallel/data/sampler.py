@@ -24,8 +24,6 @@ from .. import random
 from ..collectives import Axes
 from ..runtime import ProcessRuntime, default_runtime
 
-__all__ = ["Position", "Sampler"]
-
 _TAILS = ("uneven", "drop", "repeat")
 
 

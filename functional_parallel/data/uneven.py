@@ -21,8 +21,6 @@ from ..errors import UnevenBatchError
 from ..functions import PyTree
 from ..runtime import Runtime, default_runtime, rank_name
 
-__all__ = ["batch_signature", "check_same_call", "even_batches", "pad_batch"]
-
 
 def pad_batch(batch: PyTree, rows: int, *, like: PyTree = None) -> tuple[PyTree, torch.Tensor]:
     """Pad a batch to a number of rows with copies of its first row, and return a mask of the real rows.

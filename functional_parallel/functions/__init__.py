@@ -16,31 +16,3 @@ from .local_function import (
     specs_per_leaf,
 )
 from .request import LayerConversion, PyTree, Request, SpecTree
-
-__all__ = [
-    "STACK_DIM",
-    "LayerConversion",
-    "Layout",
-    "LocalFunction",
-    "PyTree",
-    "Request",
-    "SpecTree",
-    "as_local_function",
-    "axis_mesh",
-    "bind_positional",
-    "explain_keywords",
-    "filled",
-    "functional",
-    "grad",
-    "grad_and_value",
-    "hessian",
-    "jvp",
-    "layout_of",
-    "refuse_unknown_axes",
-    "require_function",
-    "require_mesh",
-    "specs_per_leaf",
-    "unused",
-    "vmap",
-    "written_here",
-]

@@ -18,8 +18,6 @@ from .. import _torch
 from ..rules import batch_norm
 from ..tracing import recorder
 
-__all__ = ["as_batch_norms", "holds_batch_norms", "require_no_group"]
-
 _CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 _torchs = nn.BatchNorm1d.forward  # inherited by all of them except SyncBatchNorm

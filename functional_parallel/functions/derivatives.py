@@ -30,8 +30,6 @@ from .keywords import copy_signature
 from .local_function import LocalFunction, as_local_function
 from .request import PyTree, SpecTree
 
-__all__ = ["grad", "grad_and_value", "hessian", "jvp", "unused", "vmap"]
-
 Argnums = int | Sequence[int]
 
 

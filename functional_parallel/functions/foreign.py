@@ -14,8 +14,6 @@ from sharding_specs import Mesh
 from ..collectives import check_callable
 from .request import PyTree
 
-__all__ = ["require_function", "require_mesh", "require_module", "written_here"]
-
 _WRITE = "Write `model, params = fp.functional(module)` and `def loss(params, batch): …` that calls `model(params, …)`"
 _SCHEDULERS = {
     "ConstantLR": "constant(rate)",

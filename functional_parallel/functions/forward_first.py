@@ -22,8 +22,6 @@ from ..ir import aval_of
 from ..tracing import CapturedTensors, Recorder, depends_on_layouts, recorder, trace
 from .request import PyTree
 
-__all__ = ["filled", "forward_first"]
-
 
 def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callable[..., PyTree]:
     """Return a function that calls f. Under a transform in a typed trace, it runs a trace of the forward of f.

@@ -15,9 +15,6 @@ from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
 from .foreign import require_module
 from .request import PyTree
 
-__all__ = ["functional"]
-
-
 Tensors = dict[str, torch.Tensor]  # by dotted path
 Model = Callable[..., PyTree]
 

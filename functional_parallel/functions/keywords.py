@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["ELSEWHERE", "bind_positional", "call_signature", "copy_signature", "explain_keywords"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

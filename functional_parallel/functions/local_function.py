@@ -29,17 +29,6 @@ from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
 from .keywords import bind_positional, call_signature
 from .request import PyTree, Request, SpecTree
 
-__all__ = [
-    "STACK_DIM",
-    "Layout",
-    "LocalFunction",
-    "as_local_function",
-    "axis_mesh",
-    "layout_of",
-    "refuse_unknown_axes",
-    "specs_per_leaf",
-]
-
 R = TypeVar("R")
 
 STACK_DIM = "taken_dim"  # attribute of a tensor that represents a stack of layers: the dim that no transform may shard

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 from sharding_specs import Mesh
 
-__all__ = ["LayerConversion", "PyTree", "Request", "SpecTree"]
-
 PyTree = Any
 SpecTree = Any
 

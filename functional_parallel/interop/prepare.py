@@ -18,8 +18,6 @@ from ..training import Metrics, TrainStep, train_step
 from ..transforms import data_parallel
 from .torch_optimizers import rates_of, translated
 
-__all__ = ["PreparedStep", "prepare"]
-
 Model = Callable[..., Any]
 Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -19,8 +19,6 @@ from sharding_specs import register_dataclasses, tree_paths
 
 from ..functions import PyTree
 
-__all__ = ["Replica", "gather", "parallel_apply", "replicate", "scatter"]
-
 Device = torch.device | str | int
 Devices = int | Sequence[Device]
 

@@ -18,8 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .. import _torch, optim
 from ..optim import Optimizer, PathSet, Schedule
 
-__all__ = ["rates_of", "translated"]
-
 _CLASSES: dict[type[torch.optim.Optimizer], tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     torch.optim.AdamW: (optim.adamw, ("betas", "eps", "weight_decay")),
     torch.optim.Adam: (optim.adam, ("betas", "eps", "weight_decay")),

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["OPS_ON_SHAPES", "Aval", "aval_of", "hollow", "without_memory"]
-
 T = TypeVar("T")
 _CPU = torch.device("cpu")
 

@@ -10,8 +10,6 @@ import torch
 
 from .. import _torch
 
-__all__ = ["checksum", "contents", "sample_hash"]
-
 _FEW = 8  # elements that are shown as values
 
 

@@ -23,8 +23,6 @@ from .info import info
 from .source import current_source
 from .stand_ins import differentiable_form
 
-__all__ = ["casts_are_explicit", "eval_node", "explicit_casts", "grad_mode_of"]
-
 
 def eval_node(target: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argument:
     """Run one op of a graph on actual values."""

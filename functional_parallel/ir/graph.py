@@ -21,23 +21,6 @@ from ..collectives import primitive_of
 from .info import NodeInfo, info, set_info, update_info
 from .source import Source
 
-__all__ = [
-    "Args",
-    "Kwargs",
-    "Traced",
-    "argument",
-    "forget_rewrites",
-    "named_arguments",
-    "operands_of",
-    "primitive_name",
-    "reached",
-    "source_of",
-    "tensor_operands",
-    "topological_order",
-    "walk_args",
-    "where",
-]
-
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 

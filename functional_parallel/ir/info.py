@@ -16,8 +16,6 @@ from ..collectives import Type
 from .aval import Aval
 from .source import Source
 
-__all__ = ["NodeInfo", "forget_info", "info", "set_info", "update_info"]
-
 _KEY = "info"
 
 

@@ -10,8 +10,6 @@ from sharding_specs.pytree import Tree
 
 from .aval import Aval
 
-__all__ = ["LeafSignature", "TensorSignature", "ValueSignature", "leaf_signature"]
-
 
 class TensorSignature(NamedTuple):
     """Shape, dtype and device of a tensor; the device is None if it may change."""

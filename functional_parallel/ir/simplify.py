@@ -16,8 +16,6 @@ from .graph import Traced
 from .info import info
 from .views import RESHAPES
 
-__all__ = ["forget_values", "simplify"]
-
 aten = torch.ops.aten
 
 _SAME_SHAPE_IS_IDENTITY = RESHAPES | {

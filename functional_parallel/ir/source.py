@@ -23,19 +23,6 @@ import torch
 
 from .. import _torch
 
-__all__ = [
-    "Source",
-    "at_source",
-    "count_stage_boundaries",
-    "current_source",
-    "is_in_region",
-    "is_library",
-    "pass_stage_boundary",
-    "raising_source",
-    "recompute_region",
-    "warn_at",
-]
-
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep

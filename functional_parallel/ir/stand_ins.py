@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.fx.node import Target
 
-__all__ = ["define_op", "differentiable_form", "register_differentiable"]
-
 _library = torch.library.Library("fp", "FRAGMENT")
 _functions: dict[Target, Callable[..., Any]] = {}
 

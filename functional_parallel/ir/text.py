@@ -15,8 +15,6 @@ from .checksum import contents
 from .graph import Traced, primitive_name
 from .info import info
 
-__all__ = ["canonical_lines", "first_difference", "program_text"]
-
 _COLUMN = 88
 
 

@@ -12,8 +12,6 @@ import torch
 
 from sharding_specs.pytree import Tree
 
-__all__ = ["as_complex", "as_real", "is_trained"]
-
 
 def is_trained(leaf: Tree) -> TypeGuard[torch.Tensor]:
     """Whether a leaf of the parameters has a gradient: a floating-point or complex tensor.

@@ -8,8 +8,6 @@ from torch import fx
 
 from .graph import Traced, operands_of, primitive_name
 
-__all__ = ["AxisSet", "axes_of_nodes", "varied_axes"]
-
 AxisSet = frozenset[str]
 
 # return one value to all ranks, or all of what one rank returns; return different values

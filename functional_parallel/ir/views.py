@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["REARRANGEMENTS", "RESHAPES", "UNIT_DIMS", "VIEWS"]
-
 aten = torch.ops.aten
 
 #: another shape, given as argument 1; the elements keep their order

@@ -4,5 +4,3 @@ from .leftovers import traced_in
 from .lower import UNCHECKED, ArgumentPaths, Lowered, lower, lowering
 from .nested_shard_map import call_shard_map
 from .rewrite import Options
-
-__all__ = ["UNCHECKED", "ArgumentPaths", "Lowered", "Options", "call_shard_map", "lower", "lowering", "traced_in"]

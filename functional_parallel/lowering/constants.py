@@ -17,8 +17,6 @@ from sharding_specs import register_dataclasses, tree_paths
 
 from ..functions import PyTree
 
-__all__ = ["check_static_leaves"]
-
 
 def check_static_leaves(tree: PyTree, where: str) -> None:
     """Raise `TypeError`, with the path of each, for leaves with content that a program would treat as a constant."""

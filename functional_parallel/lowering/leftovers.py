@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 from .. import _torch
 
-__all__ = ["traced_in"]
-
 _MOST_SHAPES = 10_000  # 10 MB
 
 

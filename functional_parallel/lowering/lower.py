@@ -27,8 +27,6 @@ from .constants import check_static_leaves
 from .leftovers import traced_in
 from .rewrite import Options, rewrite
 
-__all__ = ["UNCHECKED", "ArgumentPaths", "Lowered", "lower", "lowering", "mismatch", "per_argument"]
-
 _V, _I, _U, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.OWNED
 
 T = TypeVar("T")

@@ -27,8 +27,6 @@ from ..rules import REPLICATED, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .lower import mismatch, per_argument
 
-__all__ = ["call_shard_map"]
-
 
 def call_shard_map(
     f: Callable[..., PyTree], mesh: Mesh, in_specs: SpecTree, out_specs: SpecTree, name: str, args: tuple[PyTree, ...]

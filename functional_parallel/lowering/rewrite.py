@@ -38,8 +38,6 @@ from ..pipelines import PipelineProgram, accumulate_in_place, build, pipeline_of
 from ..program import UNCUT, Intermediate, Program, keep_phases
 from ..requests import PairPass, Scope, requested_passes
 
-__all__ = ["Options", "rewrite"]
-
 T = TypeVar("T")
 Programs = Generator[Intermediate, None, T]
 

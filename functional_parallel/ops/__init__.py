@@ -1,6 +1,6 @@
 """Library ops other than collectives. Each file has schema, kernel, derivative and sharding rule of an op or family."""
 
-from . import attention, ctc, grouped, keyed_draws  # noqa: F401 - whose imports register their ops
+from . import attention, ctc, grouped, keyed_draws  # their imports register their ops
 from .adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_of_one
 from .constrain import OP as CONSTRAIN
 from .constrain import constrain, refuse_idle
@@ -9,22 +9,3 @@ from .outputs import OP as OUTPUTS
 from .outputs import outputs
 from .packing import PACK, UNPACK, UNPACK_INTO, packed, run_of, unpacked
 from .squares import sum_of_squares
-
-__all__ = [
-    "ADAMW",
-    "ADAMW_IN_PLACE",
-    "CONSTRAIN",
-    "OUTPUTS",
-    "PACK",
-    "UNPACK",
-    "UNPACK_INTO",
-    "adamw_of_one",
-    "constrain",
-    "define_marker",
-    "outputs",
-    "packed",
-    "refuse_idle",
-    "run_of",
-    "sum_of_squares",
-    "unpacked",
-]

@@ -18,7 +18,6 @@ from ..ir import define_op
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ADAMW", "ADAMW_IN_PLACE", "adamw_of_one"]
 
 T = TypeVar("T")
 Triple = tuple[Tensor, Tensor, Tensor]

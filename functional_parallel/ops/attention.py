@@ -18,8 +18,6 @@ from ..ir import define_op, info, tensor_operands
 from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
 from ..tracing import intercept
 
-__all__ = ["attention"]
-
 Mask = Tensor | None
 
 

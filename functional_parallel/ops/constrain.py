@@ -14,8 +14,6 @@ from ..ir import Source, current_source, warn_at
 from ..tracing import recorder
 from .marks import define_marker
 
-__all__ = ["OP", "constrain", "refuse_idle"]
-
 _ALIKE = 0.7  # threshold of difflib's ratio: "tesnor" and "tensor" have 0.83, "seq" and "sequence" 0.55
 
 

@@ -19,8 +19,6 @@ from ..ir import Source, current_source, define_op
 from ..rules import Rule, rule
 from ..tracing import intercept
 
-__all__ = ["ctc_loss"]
-
 aten = torch.ops.aten
 
 _OPTIONS = "Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"

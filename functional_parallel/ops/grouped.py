@@ -19,8 +19,6 @@ from ..ir import current_source, define_op
 from ..rules import Rule, rule
 from ..tracing import intercept
 
-__all__ = ["grouped_mm", "grouped_outer"]
-
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 Derivative = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

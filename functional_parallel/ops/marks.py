@@ -12,8 +12,6 @@ from torch import Tensor
 from .._torch import InDims, VmapInfo
 from ..ir import define_op
 
-__all__ = ["Marker", "define_marker"]
-
 _Parameter = str | Sequence[str] | Sequence[int]
 
 

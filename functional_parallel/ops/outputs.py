@@ -12,8 +12,6 @@ from sharding_specs import register_dataclasses
 from ..collectives import hidden_axes
 from .marks import define_marker
 
-__all__ = ["OP", "outputs"]
-
 Tree = TypeVar("Tree")
 
 

@@ -13,8 +13,6 @@ import torch
 
 from ..ir import define_op
 
-__all__ = ["PACK", "UNPACK", "UNPACK_INTO", "packed", "run_of", "unpacked"]
-
 
 def run_of(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
     """Return the slices of `x` for all runs, with shape (parts, elements)."""

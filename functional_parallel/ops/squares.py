@@ -11,8 +11,6 @@ from torch import Tensor
 from .. import _torch
 from ..ir import as_real, define_op
 
-__all__ = ["sum_of_squares"]
-
 _BLOCK = 1 << 16  # elements squared at a time: they stay in the processor's cache
 
 

@@ -21,8 +21,6 @@ from .hyperparameters import Decay, decay_rates, refuse, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping
 from .sharded_sums import decays_and_specs, sum_over_shards
 
-__all__ = ["AdafactorState", "Factored", "adafactor"]
-
 
 class Factored(NamedTuple):
     """Second moment of a parameter with at least two dims: n + m numbers instead of n · m."""

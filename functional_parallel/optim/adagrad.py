@@ -13,8 +13,6 @@ from .chain import Transformation, add_decayed_weights, chained, scale_by_learni
 from .hyperparameters import Decay, require
 from .optimizer import Optimizer, Schedule, learning_rate, mark_elementwise
 
-__all__ = ["AdagradState", "adagrad"]
-
 
 class AdagradState(NamedTuple):
     """State of `adagrad`."""

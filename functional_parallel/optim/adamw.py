@@ -17,8 +17,6 @@ from .chain import Constants, Transformation, add_decayed_weights, chained, scal
 from .hyperparameters import Decay, require
 from .optimizer import Optimizer, Schedule, learning_rate, mark_elementwise
 
-__all__ = ["AdamWState", "adam", "adamw", "scale_by_adam"]
-
 
 class AdamWState(NamedTuple):
     """State of `adamw`."""

@@ -16,8 +16,6 @@ from ..functions import PyTree, SpecTree
 from .optimizer import Optimizer, Row, is_known_elementwise, mark_elementwise, skipping, skips_untrained
 from .state_trees import like_params, tree_map_params
 
-__all__ = ["ByPathState", "PathSet", "by_path"]
-
 _LISTED = 8
 _ELSEWHERE = 0  # in a moment of one group, the leaf of a parameter of another group
 

@@ -28,8 +28,6 @@ from .optimizer import (
     zeros_like,
 )
 
-__all__ = ["ChainState", "Transformation", "add_decayed_weights", "chain", "chained", "scale_by_learning_rate"]
-
 Constants = Callable[[PyTree], PyTree]
 
 

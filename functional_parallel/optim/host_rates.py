@@ -18,8 +18,6 @@ import torch
 
 from ..ir import register_differentiable
 
-__all__ = ["counted_on_host", "rate_on_host"]
-
 Counts = dict[str, int]  # the number of updates done, by the name of the function that reads it
 
 _functions: dict[str, Callable[[Any], Any]] = {}

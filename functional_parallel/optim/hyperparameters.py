@@ -16,8 +16,6 @@ from ..ir import is_trained
 from ..quantities import is_non_negative, is_number
 from .optimizer import Schedule
 
-__all__ = ["Decay", "decay_rates", "refuse", "require"]
-
 Decay = Mapping[str, float] | Callable[[str, Tensor], float] | None
 
 

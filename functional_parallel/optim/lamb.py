@@ -20,8 +20,6 @@ from .hyperparameters import Decay, decay_rates, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping, zeros_like
 from .sharded_sums import decays_and_specs, sum_over_shards
 
-__all__ = ["LambState", "lamb"]
-
 
 class LambState(NamedTuple):
     """State of `lamb`."""

@@ -11,8 +11,6 @@ from .chain import Transformation, add_decayed_weights, chained, scale_by_learni
 from .hyperparameters import Decay, require
 from .optimizer import Optimizer, Schedule, mark_elementwise
 
-__all__ = ["LionState", "lion", "scale_by_lion"]
-
 
 class LionState(NamedTuple):
     """State of `lion`, half the size of Adam's."""

@@ -26,8 +26,6 @@ from .hyperparameters import Decay, decay_rates, refuse, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping, zeros_like
 from .sharded_sums import decays_and_specs
 
-__all__ = ["MuonState", "muon"]
-
 _FACTORS: dict[str, Callable[[int, int], float]] = {  # of the learning rate, by the shape of a matrix
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),

@@ -16,22 +16,6 @@ from ..ir import as_complex, as_real, is_trained
 from ..tracing import needs_values
 from .host_rates import rate_on_host
 
-__all__ = [
-    "Optimizer",
-    "Row",
-    "Schedule",
-    "clip_value",
-    "is_known_elementwise",
-    "learning_rate",
-    "map_leaves",
-    "mark_elementwise",
-    "rates",
-    "scheduled_rates",
-    "skipping",
-    "skips_untrained",
-    "zeros_like",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 Schedule = float | Callable[[torch.Tensor], Any]
 

@@ -14,8 +14,6 @@ from .chain import Transformation, add_decayed_weights, chained, scale_by_learni
 from .hyperparameters import Decay, require
 from .optimizer import Optimizer, Schedule, mark_elementwise
 
-__all__ = ["SGDState", "sgd", "trace"]
-
 
 class SGDState(NamedTuple):
     """State of `sgd`."""

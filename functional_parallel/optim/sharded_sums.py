@@ -12,8 +12,6 @@ from sharding_specs import P, broadcast_specs
 from ..collectives import current_axes, psum
 from ..functions import PyTree, SpecTree
 
-__all__ = ["decays_and_specs", "sum_over_shards"]
-
 
 def decays_and_specs(optimizer: str, needs: str, decays: PyTree, specs: SpecTree, params: PyTree) -> PyTree:
     """Return a pair for each parameter: its weight decay and its spec. Without specs, parameters are full."""

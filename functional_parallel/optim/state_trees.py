@@ -11,8 +11,6 @@ from sharding_specs import P
 
 from ..functions import PyTree, SpecTree
 
-__all__ = ["like_params", "likes", "tree_map_params"]
-
 
 def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
     """Return the specs of an optimizer state of full tensors.

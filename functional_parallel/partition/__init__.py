@@ -1,7 +1,5 @@
 """Partition a function that is global with respect to one mesh axis into a function that is local to it."""
 
-from . import own_ops  # noqa: F401 - whose import registers their rules
+from . import own_ops  # its import registers their rules
 from .function import Partitioning, axis_layout_of, partition
 from .preparation import prepare
-
-__all__ = ["Partitioning", "axis_layout_of", "partition", "prepare"]

@@ -18,9 +18,6 @@ from ..ir import Aval, Traced, info, tensor_operands, update_info, walk_args
 from ..tracing import trace
 from .preparation import prepare
 
-__all__ = ["decomposed"]
-
-
 aten = torch.ops.aten
 
 _OPS = {  # ops that run unchanged on shards have rules in rules.aten.gradients instead

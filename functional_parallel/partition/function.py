@@ -35,8 +35,6 @@ from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
 from .run import PartitionedValue, run_partitioned
 
-__all__ = ["Partitioning", "axis_layout_of", "partition"]
-
 Specs = Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
 
 

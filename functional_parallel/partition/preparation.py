@@ -19,8 +19,6 @@ from ..ir import RESHAPES, Args, Aval, Traced, info, simplify, update_info
 from ..rules import cross_entropy
 from ..tracing import assume_constants, constant_in
 
-__all__ = ["prepare"]
-
 aten = torch.ops.aten
 
 

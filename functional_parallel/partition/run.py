@@ -62,8 +62,6 @@ from ..rules import (
 )
 from .decompose import decomposed
 
-__all__ = ["PartitionedValue", "run_partitioned"]
-
 
 @dataclass
 class PartitionedValue:

@@ -19,8 +19,6 @@ from torch import fx
 from ..collectives import State
 from ..ir import Aval, AxisSet, Traced, axes_of_nodes, info
 
-__all__ = ["fuse_matmul_accumulate"]
-
 aten = torch.ops.aten
 
 

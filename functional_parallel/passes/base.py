@@ -14,8 +14,6 @@ from sharding_specs import Mesh
 
 from ..ir import Traced
 
-__all__ = ["LookaheadPass", "Phase", "ProgramPass", "finished", "pass_names", "run_passes"]
-
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ from ..ops import PACK, UNPACK
 from .base import Phase, ProgramPass
 from .gathers import layer_of_gather
 
-__all__ = ["Buckets"]
-
 aten = torch.ops.aten
 
 _BUCKETS, _LEAST, _MOST = 4, 1 << 20, 25 << 20

@@ -19,8 +19,6 @@ from .base import Phase, ProgramPass
 from .recompute import insert_recompute
 from .remat_options import RematOption, remat_options
 
-__all__ = ["RematToBudget"]
-
 _WAYS_OUT = {
     "parameters": "fp.zero(3, axis) or fp.tensor_parallel, which split parameters",
     "optimizer state": "fp.zero(1, axis), which splits the optimizer's state",

@@ -17,8 +17,6 @@ from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
 from .swap import REARRANGED, is_cast
 
-__all__ = ["CastBeforeGather", "WidenedAndNarrowed"]
-
 aten = torch.ops.aten
 
 _VIEWS = REARRANGED | {aten.detach.default}

@@ -24,8 +24,6 @@ from ..program import Storage, StorageTable, view_base
 from .base import Phase, ProgramPass
 from .recompute import forward_nodes, insert_recompute
 
-__all__ = ["CheapValues", "RecomputeCheap"]
-
 aten = torch.ops.aten
 
 _CHEAP = {aten._to_copy.default, aten.native_layer_norm.default, aten.embedding.default}

@@ -24,8 +24,6 @@ from .layer_index import is_numbered, layer_of_path
 from .recompute import forward_nodes, insert_recompute
 from .swap import REARRANGED
 
-__all__ = ["GatherPlacement", "layer_of_gather"]
-
 aten = torch.ops.aten
 
 _RESHAPED = REARRANGED | {aten.expand.default, aten._to_copy.default, aten.detach.default}

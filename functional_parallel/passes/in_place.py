@@ -24,8 +24,6 @@ from ..program import aliases_of, shares_memory, storage_root
 from .added_products import fuse_matmul_accumulate
 from .base import Phase, ProgramPass
 
-__all__ = ["InPlaceUpdates"]
-
 
 @dataclass(frozen=True)
 class InPlaceUpdates(ProgramPass):

@@ -10,8 +10,6 @@ from torch import fx
 
 from ..ir import Traced, info, operands_of
 
-__all__ = ["LayerIndex", "is_numbered", "layer_of_path", "made_of_parameters"]
-
 _NUMBERED = re.compile(r"(.+)[/.]\d+")
 
 

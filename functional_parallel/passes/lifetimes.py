@@ -18,8 +18,6 @@ from ..ir import Traced, info, operands_of
 from ..program import StorageTable, recompute_cost, view_base
 from .recompute import missing_values
 
-__all__ = ["LifetimeSummary", "Lifetimes", "MemoryCurve"]
-
 StorageId = tuple[int, int]  # a storage: the number of the op that allocates it, and the index of the result
 
 

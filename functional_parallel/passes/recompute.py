@@ -10,8 +10,6 @@ from torch import fx
 
 from ..ir import Traced, info, operands_of, set_info
 
-__all__ = ["forward_nodes", "insert_recompute", "missing_values"]
-
 K = TypeVar("K", bound=Hashable)
 
 

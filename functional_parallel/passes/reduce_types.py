@@ -20,8 +20,6 @@ from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
 from .swap import commutes_with_sum, is_cast
 
-__all__ = ["ReduceDtype"]
-
 aten = torch.ops.aten
 
 _SUMS = ("psum", "psum_scatter", "reduce")

@@ -16,8 +16,6 @@ from sharding_specs import Mesh
 from ..ir import Traced, info, primitive_name
 from .base import Phase, ProgramPass
 
-__all__ = ["EarlyReductions"]
-
 
 @dataclass(frozen=True)
 class EarlyReductions(ProgramPass):

@@ -18,8 +18,6 @@ from .base import Phase, ProgramPass
 from .layer_index import LayerIndex, made_of_parameters
 from .recompute import forward_nodes, insert_recompute
 
-__all__ = ["RecomputeMarked", "Remat", "attention_cores", "recomputable"]
-
 aten = torch.ops.aten
 
 _PRODUCTS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default, aten.addmm.default}

@@ -26,8 +26,6 @@ from .lifetimes import Lifetimes, LifetimeSummary
 from .recompute import forward_nodes
 from .remat import attention_cores, recomputable
 
-__all__ = ["RematOption", "remat_options"]
-
 
 @dataclass(frozen=True)
 class RematOption:

@@ -19,8 +19,6 @@ from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
 from .swap import move_before_sums
 
-__all__ = ["ReduceScatterFirst"]
-
 
 @dataclass(frozen=True)
 class ReduceScatterFirst(ProgramPass):

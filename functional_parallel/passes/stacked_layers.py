@@ -17,8 +17,6 @@ from torch import fx
 
 from ..ir import Traced, info, primitive_name
 
-__all__ = ["fold_layers"]
-
 aten = torch.ops.aten
 
 

@@ -9,8 +9,6 @@ from torch import fx
 
 from ..ir import REARRANGEMENTS, Traced, info, primitive_name, update_info
 
-__all__ = ["REARRANGED", "commutes_with_sum", "is_cast", "move_before_sums"]
-
 aten = torch.ops.aten
 
 # `select` takes one layer of a stack, which the passes keep apart from the stack; `expand` would send more bytes

@@ -18,8 +18,6 @@ from .remat import RecomputeMarked, Remat
 from .shards_first import ReduceScatterFirst
 from .transposed import TransposedGradients
 
-__all__ = ["PASSES", "PASS_NAMES", "sorted_passes", "split_at"]
-
 PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or option that requests it
     (ReduceOncePerStep, "microbatches"),
     (ReduceScatterFirst, "several data axes"),

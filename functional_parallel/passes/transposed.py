@@ -18,8 +18,6 @@ from sharding_specs import Mesh
 from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
 
-__all__ = ["TransposedGradients"]
-
 aten = torch.ops.aten
 
 

@@ -11,8 +11,6 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name
 
-__all__ = ["drop_size_one_axes"]
-
 _REDUCTIONS = ("psum", "pmax", "pmin")
 
 

@@ -13,8 +13,6 @@ from torch import fx
 
 from ..ir import RESHAPES, UNIT_DIMS, Traced, info
 
-__all__ = ["fuse_views"]
-
 aten = torch.ops.aten
 
 

@@ -8,29 +8,3 @@ from .memory import PipelineMemory
 from .program import PipelineProgram
 from .stacks import StackedLayers, Stacks, stacks_of, unstacked
 from .structure import updates_of
-
-__all__ = [
-    "BALANCES",
-    "AsyncRankExecutor",
-    "CutSpec",
-    "Executor",
-    "PipelineMemory",
-    "PipelineProgram",
-    "PipelineRequest",
-    "RankExecutor",
-    "RunProgram",
-    "ScheduleRunner",
-    "StackedLayers",
-    "Stacks",
-    "accumulate_in_place",
-    "build",
-    "build_stages",
-    "classify_ops",
-    "finest",
-    "pipeline_of",
-    "slices_of",
-    "stacks_of",
-    "stage_of_layer",
-    "unstacked",
-    "updates_of",
-]

@@ -12,8 +12,6 @@ from ..passes import fuse_matmul_accumulate
 from ..program import Program, shares_memory
 from .stages import ActionPrograms
 
-__all__ = ["accumulate_in_place"]
-
 aten = torch.ops.aten
 
 

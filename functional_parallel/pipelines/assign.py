@@ -10,8 +10,6 @@ from ..ir import Aval, Traced, info, operands_of
 from ..program import view_base
 from .roles import OpRole, OpRoles
 
-__all__ = ["assign_stages"]
-
 
 def assign_stages(traced: Traced, roles: OpRoles, cut: Mapping[fx.Node, int], last: int) -> dict[fx.Node, int]:
     """Assign a stage to every staged op. Forward values pass to later stages only, backward values to earlier ones.

@@ -29,8 +29,6 @@ from .roles import OpRoles
 from .stages import StageBuilder
 from .structure import parts_of_rank, updates_of
 
-__all__ = ["PipelineRequest", "build", "build_stages", "classify_ops", "pipeline_of"]
-
 
 @dataclass(frozen=True)
 class PipelineRequest(Request):

@@ -8,8 +8,6 @@ from ..ir import Traced, info, operands_of, update_info
 from ..passes import CheapValues
 from .roles import OpRole, OpRoles
 
-__all__ = ["recompute_cheap_in_stages"]
-
 
 def recompute_cheap_in_stages(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) -> None:
     """Let the backward of every stage recompute cheap values. `roles` and `stage` gain copies and lose erased ops."""

@@ -25,8 +25,6 @@ from ..schedules import count
 from .roles import OpRole, OpRoles
 from .stacks import Stacks
 
-__all__ = ["BALANCES", "CutSpec", "bounds_of", "cut_of", "finest", "stage_of_layer"]
-
 BALANCES = ("work", "memory")
 _FREE = 1e-6  # share of the model's cost that is spread over its ops if stages would cost nothing
 _SLACK = 1.1  # largest stage allowed for the sake of smaller messages, relative to the minimum

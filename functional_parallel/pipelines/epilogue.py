@@ -23,8 +23,6 @@ from .epilogue_graph import EpilogueGraph, EpilogueInput
 from .extract import Extractor, Subprogram
 from .roles import is_view
 
-__all__ = ["Epilogue", "EpilogueBuilder", "EpiloguePlacement", "Transfer"]
-
 _SMALL = 64  # elements: the cost of sending them is only latency
 
 RankSet = frozenset[int]

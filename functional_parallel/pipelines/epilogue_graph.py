@@ -17,8 +17,6 @@ from ..program import Program
 from .extract import Extractor
 from .roles import OpRole, OpRoles
 
-__all__ = ["EpilogueGraph", "EpilogueInput"]
-
 aten = torch.ops.aten
 
 

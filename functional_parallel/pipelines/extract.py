@@ -14,8 +14,6 @@ from ..collectives import Type
 from ..ir import Traced, axes_of_nodes, info, operands_of, reached, set_info, update_info
 from ..program import Program
 
-__all__ = ["Extractor", "Subprogram"]
-
 
 @dataclass(frozen=True)
 class Subprogram:

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..program import MEMORY_KINDS, Memory, columns, draw, readable_bytes, said_shared
 
-__all__ = ["PIPELINE_KINDS", "PipelineMemory"]
-
 PIPELINE_KINDS = (*MEMORY_KINDS, "messages")
 
 

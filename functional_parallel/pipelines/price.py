@@ -15,8 +15,6 @@ from ..program import Hardware, Item, Line, Price, Program, price_of
 from ..schedules import Action, Costs, Timeline, simulate
 from .structure import PipelineStructure
 
-__all__ = ["price_of_pipeline"]
-
 
 def price_of_pipeline(program: PipelineStructure, hardware: Hardware, peak: int) -> Price:
     """Return the price of a pipeline; `peak` is the peak memory of its ranks in bytes. See `Program.price`."""

@@ -16,8 +16,6 @@ from .memory import PipelineMemory
 from .price import price_of_pipeline
 from .structure import PipelineStructure
 
-__all__ = ["PipelineProgram"]
-
 
 @dataclass(eq=False)
 class PipelineProgram(PipelineStructure):

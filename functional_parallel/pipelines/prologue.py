@@ -17,8 +17,6 @@ from ..program import Program
 from .extract import Extractor
 from .roles import OpRoles
 
-__all__ = ["Prologue", "PrologueBuilder", "PrologueOutput"]
-
 aten = torch.ops.aten
 
 PrologueOutput = tuple[fx.Node, int | None]  # a value and its microbatch; None if all microbatches share the value

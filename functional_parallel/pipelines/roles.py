@@ -29,8 +29,6 @@ from ..passes import MicrobatchRounds, names_axis
 from ..program import view_base
 from ..rules import lookup
 
-__all__ = ["OpRole", "OpRoles", "is_view"]
-
 
 class OpRole(Enum):
     """Role of an op in a pipeline. The module docstring defines the values."""

@@ -19,8 +19,6 @@ from sharding_specs import P, SpecError, broadcast_specs, tree_paths
 from ..functions import STACK_DIM, Layout, LocalFunction, PyTree, Request, SpecTree
 from ..ir import without_memory
 
-__all__ = ["StackedLayers", "Stacks", "stacks_of", "unstacked"]
-
 
 class Stacks:
     """Converts between a tree with stacked layers and a tree with lists of layers.

@@ -19,9 +19,6 @@ from ..passes import combine_op
 from .extract import Extractor, Subprogram
 from .roles import OpRole, OpRoles, is_view
 
-__all__ = ["ActionPrograms", "Stage", "StageBuilder"]
-
-
 _FOLLOWING = {"F": "IW", "I": "W", "W": "", "B": ""}  # for each kind of work, the later kinds of the same stage
 
 

@@ -17,8 +17,6 @@ from .extract import Subprogram
 from .prologue import Prologue
 from .stages import Stage
 
-__all__ = ["PipelineStructure", "parts_of_rank", "updates_of"]
-
 
 @dataclass(eq=False)
 class PipelineStructure(BaseProgram):

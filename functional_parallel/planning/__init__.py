@@ -2,13 +2,3 @@
 
 from .estimate import CONVENTIONS, activation_bytes, estimate
 from .search import PipelineChoice, PipelineChoices, layer_costs, search_pipeline
-
-__all__ = [
-    "CONVENTIONS",
-    "PipelineChoice",
-    "PipelineChoices",
-    "activation_bytes",
-    "estimate",
-    "layer_costs",
-    "search_pipeline",
-]

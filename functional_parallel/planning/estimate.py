@@ -21,8 +21,6 @@ from ..program import readable_bytes
 from ..requests import UpdateSharding, owners_of
 from ..training import TrainStep, train_step
 
-__all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate"]
-
 
 class Convention(NamedTuple):
     """Bytes per element that training stores. Publications use different conventions."""

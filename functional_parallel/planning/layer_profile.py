@@ -14,8 +14,6 @@ from ..pipelines import build_stages, classify_ops, finest
 from ..program import Program, StorageTable, recompute_cost
 from ..schedules import Layer
 
-__all__ = ["profile_layers"]
-
 
 def profile_layers(
     program: Program, inlined: set[fx.Node], samples: int, speed: float, weights: Mapping[str, tuple[int, int]]

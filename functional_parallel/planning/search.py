@@ -30,8 +30,6 @@ from ..transforms import Plan as Chain
 from ..transforms import Transform, chain, data_parallel, pipeline
 from .layer_profile import profile_layers
 
-__all__ = ["PipelineChoice", "PipelineChoices", "layer_costs", "search_pipeline"]
-
 _SPEED = 1e12
 _MARGIN = 2  # for values of the size of the weights: gradients of a microbatch, casts, and the update
 

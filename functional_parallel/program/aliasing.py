@@ -13,17 +13,6 @@ from torch import fx
 from ..ir import Traced, info, operands_of, primitive_name
 from ..ops import PACK, UNPACK_INTO
 
-__all__ = [
-    "aliases_of",
-    "is_only_use_of_own_memory",
-    "may_stay_in_place",
-    "mutated_operands",
-    "readers_before_writes",
-    "shares_memory",
-    "storage_root",
-    "view_base",
-]
-
 aten = torch.ops.aten
 
 _SHARES_STORAGE = {aten._unsafe_view.default, aten.lift_fresh.default}  # though their schemas do not declare it

@@ -14,8 +14,6 @@ from .collectives import Collective, bytes_of, counts_of
 from .explain import Explanation, explain
 from .pass_table import Intermediate, PassRecorder, PassTable
 
-__all__ = ["BaseProgram"]
-
 
 @dataclass(eq=False, kw_only=True)
 class BaseProgram(abc.ABC):

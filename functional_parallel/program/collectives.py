@@ -27,18 +27,6 @@ from sharding_specs import Mesh
 
 from ..ir import Aval, Source, Traced, info, primitive_name, update_info
 
-__all__ = [
-    "COMMUNICATING",
-    "OWNED",
-    "Collective",
-    "bytes_of",
-    "collective_of",
-    "collectives_of",
-    "counts_of",
-    "keep_phases",
-    "phases_of",
-]
-
 OWNED = ("broadcast", "scatter", "gather", "reduce")  # to or from a value that one rank holds
 COMMUNICATING = (
     *("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast"),

@@ -12,8 +12,6 @@ from typing import Any
 
 from .collectives import Collective
 
-__all__ = ["CollectiveRow", "Explanation", "columns", "explain", "parse_bytes", "readable_bytes"]
-
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "parameters", "source")
 _MOST_PATTERNS = 2
 _LONGEST = 48  # characters of a source line

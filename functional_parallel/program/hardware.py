@@ -29,8 +29,6 @@ from sharding_specs import Mesh
 
 from .collectives import Collective
 
-__all__ = ["HARDWARE", "Hardware", "Line", "group_topology", "hardware_of"]
-
 
 @dataclass(frozen=True)
 class Line:

@@ -23,8 +23,6 @@ from ..ir import Traced, info, operands_of, primitive_name
 from .aliasing import mutated_operands, view_base
 from .explain import readable_bytes
 
-__all__ = ["MEMORY_KINDS", "Memory", "StorageTable", "draw", "kind_of_input", "memory_of", "said_shared"]
-
 aten = torch.ops.aten
 
 _SUMS = ("psum", "psum_scatter", "reduce")

@@ -21,8 +21,6 @@ from ..ir import Traced, info, operands_of, primitive_name, topological_order
 from ..ops import PACK, UNPACK
 from .aliasing import mutated_operands, shares_memory
 
-__all__ = ["STARTED", "one_scatter_at_a_time", "overlapped"]
-
 STARTED = frozenset({"psum", "psum_scatter", "all_gather", "all_to_all"})  # collectives that run asynchronously
 
 

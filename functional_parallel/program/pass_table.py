@@ -20,8 +20,6 @@ from .collectives import collectives_of
 from .explain import columns, readable_bytes
 from .memory import memory_of
 
-__all__ = ["UNCUT", "Intermediate", "PassRecorder", "PassRow", "PassTable", "Snapshot"]
-
 UNCUT = "uncut"  # the name of the full step right before a pipeline is cut out of it, when no pass ran
 _HEADERS = ("pass", "ops", "collectives", "bytes sent", "peak of live tensors")
 

@@ -26,8 +26,6 @@ from .hardware import Hardware
 from .overlap import STARTED, overlapped
 from .work import bytes_moved, flops
 
-__all__ = ["Item", "Price", "PriceRow", "price_of", "readable_seconds"]
-
 
 @dataclass(frozen=True)
 class Item:

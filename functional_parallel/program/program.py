@@ -17,8 +17,6 @@ from .memory import Memory, memory_of
 from .price import Price, price_of
 from .shared_memory import shared_by_collectives
 
-__all__ = ["Program", "has_owner"]
-
 
 @dataclass(eq=False)
 class Program(BaseProgram):

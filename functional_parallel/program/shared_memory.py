@@ -14,8 +14,6 @@ from sharding_specs import Mesh
 from ..collectives import GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
 from .collectives import OWNED, Collective
 
-__all__ = ["channel_bytes", "shared_by_collectives"]
-
 _BY_THE_BACKEND = ("ppermute", "pbroadcast", *OWNED)
 
 

@@ -12,8 +12,6 @@ from torch import fx
 from ..ir import Source, Traced, info, operands_of, primitive_name, update_info
 from .aliasing import view_base
 
-__all__ = ["label_traffic"]
-
 aten = torch.ops.aten
 
 _CARRIERS = {  # beside views and collectives: ops whose result is their operands, elsewhere or in another form

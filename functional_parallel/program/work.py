@@ -14,8 +14,6 @@ from ..ir import Aval, info, operands_of, walk_args
 from .aliasing import view_base
 from .collectives import collective_of
 
-__all__ = ["bytes_moved", "flops", "recompute_cost"]
-
 aten = torch.ops.aten
 
 # Flops in the time of a byte read or written, and of a byte sent. Machines differ by a factor of ten either way. Only

@@ -12,37 +12,3 @@ from .state_request import StateRequest, Update, converted_state, split_state, s
 from .stored_type import Masters, StoredType
 from .table import REQUESTS, Order, require_order
 from .update_sharding import NormSharding, SummedApart, UpdateSharding, divided_specs, flat_update, update_specs
-
-__all__ = [
-    "REQUESTS",
-    "DataAxis",
-    "LossScale",
-    "LossScaleState",
-    "Master",
-    "Masters",
-    "Microbatches",
-    "NormSharding",
-    "Order",
-    "PairPass",
-    "ReplicaState",
-    "Replicas",
-    "RunPass",
-    "ScaleLoss",
-    "ScaledState",
-    "Scope",
-    "StateRequest",
-    "StoredType",
-    "SummedApart",
-    "Update",
-    "UpdateSharding",
-    "converted_state",
-    "divided_specs",
-    "flat_update",
-    "owners_of",
-    "requested_passes",
-    "require_order",
-    "split_state",
-    "state_requests",
-    "update_specs",
-    "with_leaves",
-]

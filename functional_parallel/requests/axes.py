@@ -11,8 +11,6 @@ from sharding_specs import Mesh
 from ..functions import Layout, LocalFunction, PyTree, Request
 from ..optim import Optimizer
 
-__all__ = ["DataAxis", "Master", "Microbatches", "ReplicaState", "Replicas", "owners_of"]
-
 
 @dataclass(frozen=True)
 class DataAxis(Request):

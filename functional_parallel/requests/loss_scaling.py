@@ -21,8 +21,6 @@ from ..functions import Layout, PyTree
 from ..quantities import is_number, is_positive_int
 from .state_request import StateRequest, Update
 
-__all__ = ["LossScale", "LossScaleState", "ScaleLoss", "ScaledState"]
-
 
 class LossScaleState(NamedTuple):
     """State of a `LossScale`: replicated scalars."""

@@ -13,8 +13,6 @@ from ..functions import Layout, Request
 from ..ir import Traced
 from ..passes import ProgramPass
 
-__all__ = ["PairPass", "RunPass", "Scope", "requested_passes"]
-
 
 class Scope(Enum):
     """Programs that a requested pass runs on. Without a pipeline there is one program, and all scopes are the step."""

@@ -12,8 +12,6 @@ from sharding_specs import P, broadcast_specs
 
 from ..functions import Layout, PyTree, Request, SpecTree
 
-__all__ = ["StateRequest", "Update", "converted_state", "split_state", "state_requests", "with_leaves"]
-
 _TREES: set[type[Any]] = set()  # of all requests
 
 

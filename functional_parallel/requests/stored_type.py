@@ -18,8 +18,6 @@ from ..functions import LayerConversion, Layout, PyTree, Request, SpecTree
 from .state_request import StateRequest, Update
 from .update_sharding import flat_update
 
-__all__ = ["Masters", "StoredType"]
-
 
 @dataclass(frozen=True)
 class StoredType(StateRequest):

@@ -25,8 +25,6 @@ from .run_pass import RunPass
 from .stored_type import StoredType
 from .update_sharding import NormSharding, SummedApart, UpdateSharding
 
-__all__ = ["REQUESTS", "Order", "require_order"]
-
 
 class Order(IntEnum):
     """Position of a transform in the legal order of a chain, innermost first."""

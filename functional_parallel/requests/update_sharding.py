@@ -11,8 +11,6 @@ from sharding_specs import broadcast_specs
 
 from ..functions import LayerConversion, Layout, PyTree, Request, SpecTree, axis_mesh
 
-__all__ = ["NormSharding", "SummedApart", "UpdateSharding", "divided_specs", "flat_update", "update_specs"]
-
 ArgumentSpecs = Callable[[tuple[PyTree, ...]], SpecTree]
 
 

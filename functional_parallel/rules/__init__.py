@@ -11,38 +11,3 @@ from .notation import RuleText, parse_rule
 from .op_context import OpContext
 from .registry import Rule, is_elementwise, lookup, register_rule, rule
 from .texts import ndim_of, whole_along
-
-__all__ = [
-    "PARTIAL",
-    "REDUCED",
-    "REPLICATED",
-    "REPLICATED_VARYING",
-    "AxisLayout",
-    "OpContext",
-    "OpSharding",
-    "OperandInfo",
-    "Owned",
-    "Reduced",
-    "Replicated",
-    "Rule",
-    "RuleText",
-    "Shard",
-    "SplitFactor",
-    "TargetLayout",
-    "batch_norm",
-    "choose_sharding",
-    "convert",
-    "cross_entropy",
-    "factor_sizes",
-    "find_factor",
-    "is_elementwise",
-    "lookup",
-    "mask_duplicates",
-    "ndim_of",
-    "parse_rule",
-    "placed",
-    "register_rule",
-    "reshaped_place",
-    "rule",
-    "whole_along",
-]

@@ -6,19 +6,6 @@ from dataclasses import dataclass
 
 from ..collectives import DimSplit
 
-__all__ = [
-    "PARTIAL",
-    "REDUCED",
-    "REPLICATED",
-    "AxisLayout",
-    "Owned",
-    "Partial",
-    "Reduced",
-    "Replicated",
-    "Shard",
-    "shard_shape",
-]
-
 
 @dataclass(frozen=True)
 class Replicated:

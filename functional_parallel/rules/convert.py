@@ -33,8 +33,6 @@ from ..collectives import MICROBATCH, DimSplit, apply_primitive, axis_index
 from .axis_layout import REDUCED, REPLICATED, AxisLayout, Owned, Partial, Reduced, Replicated, Shard
 from .duplicates import add_duplicates, drop_duplicates
 
-__all__ = ["REPLICATED_VARYING", "TargetLayout", "convert"]
-
 REPLICATED_VARYING = "whole, on every rank of its own"
 TargetLayout = AxisLayout | str
 

@@ -17,8 +17,6 @@ from ..ir import Aval
 from .axis_layout import PARTIAL, REPLICATED, AxisLayout, Partial, Shard
 from .notation import RuleText
 
-__all__ = ["OpSharding", "OperandInfo", "SplitFactor", "choose_sharding", "factor_sizes", "find_factor", "placed"]
-
 Factors = tuple[tuple[str, ...], ...]
 
 

@@ -15,8 +15,6 @@ import torch
 from ..collectives import DimSplit, axis_index
 from .axis_layout import AxisLayout, Shard
 
-__all__ = ["add_duplicates", "drop_duplicates", "mask_duplicates", "reduction_identity", "unique_mask"]
-
 
 def unique_mask(extent: int, place: Shard, axis: str, parts: DimSplit, device: torch.device) -> torch.Tensor:
     """Return a mask of the positions along a dim that no earlier rank holds; the rank holds `extent` positions."""

@@ -26,8 +26,6 @@ from einops.parsing import ParsedExpression
 
 from ..errors import RuleError
 
-__all__ = ["Pattern", "RuleText", "parse_rule"]
-
 _MARKS = "+^<>?!"
 
 

@@ -17,8 +17,6 @@ from .convert import convert
 from .decide import OperandInfo, OpSharding, SplitFactor
 from .duplicates import mask_duplicates, unique_mask
 
-__all__ = ["OpContext"]
-
 
 @dataclass
 class OpContext:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .decide import OpSharding
     from .op_context import OpContext
 
-__all__ = ["Rule", "is_elementwise", "lookup", "register_rule", "rule"]
 
 Text = str | Callable[[fx.Node], str]
 Local = Callable[..., Any]

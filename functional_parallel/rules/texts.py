@@ -8,21 +8,6 @@ from torch import fx
 
 from ..ir import argument, info, tensor_operands
 
-__all__ = [
-    "all_whole_text",
-    "along_text",
-    "batched_text",
-    "dim_names",
-    "dim_of",
-    "linear_text",
-    "ndim_of",
-    "pattern",
-    "pointwise_text",
-    "results_of",
-    "whole_along",
-]
-
-
 # --- Dims of an operand or a result ---
 
 

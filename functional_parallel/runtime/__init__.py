@@ -4,7 +4,7 @@ from .calls import note_step, rank_name
 from .default import default_runtime, is_main_rank, rank, refuse_asynchronous, runtime_of, use_runtime, world_size
 from .execution import Origin, check_backend
 from .handles import PipelineValue, copy_if_aliased, runtime_kind_of, storages
-from .interface import Executor, Runtime, Where
+from .interface import Runtime, Where
 from .launch import launch
 from .launchers import launch_of_environment
 from .pipelined import PipelineRuntime
@@ -12,32 +12,3 @@ from .processes import ProcessRuntime
 from .shared_memory import host_identity
 from .simulated import SimulatedRuntime
 from .watch import keep_alive, own_addresses
-
-__all__ = [
-    "Executor",
-    "Origin",
-    "PipelineRuntime",
-    "PipelineValue",
-    "ProcessRuntime",
-    "Runtime",
-    "SimulatedRuntime",
-    "Where",
-    "check_backend",
-    "copy_if_aliased",
-    "default_runtime",
-    "host_identity",
-    "is_main_rank",
-    "keep_alive",
-    "launch",
-    "launch_of_environment",
-    "note_step",
-    "own_addresses",
-    "rank",
-    "rank_name",
-    "refuse_asynchronous",
-    "runtime_kind_of",
-    "runtime_of",
-    "storages",
-    "use_runtime",
-    "world_size",
-]

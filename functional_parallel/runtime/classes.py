@@ -15,8 +15,6 @@ from sharding_specs import Mesh, P
 
 from ..ir import AxisSet, varied_axes
 
-__all__ = ["Jobs", "RankClasses"]
-
 Jobs = list[tuple[tuple[int, ...], list[tuple[int, int]]]]
 
 

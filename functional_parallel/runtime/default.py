@@ -23,17 +23,6 @@ from .pipelined import PipelineRuntime
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
-__all__ = [
-    "default_runtime",
-    "forget_runtimes",
-    "is_main_rank",
-    "rank",
-    "refuse_asynchronous",
-    "runtime_of",
-    "use_runtime",
-    "world_size",
-]
-
 # A runtime, and the process group of all ranks when it was created, as returned by `_world`.
 _chosen: dict[Mesh, tuple[Runtime[Any, Any], weakref.ref[dist.ProcessGroup] | None]] = {}
 _made: dict[tuple[Mesh, str], tuple[Runtime[Any, Any], weakref.ref[dist.ProcessGroup] | None]] = {}

@@ -10,8 +10,6 @@ from .. import _torch
 from ..functions import PyTree
 from ..ir import Aval
 
-__all__ = ["Part", "PipelineValue", "copy_if_aliased", "runtime_kind_of", "storages"]
-
 Part = torch.Tensor | list[torch.Tensor]  # a value on one rank of a pipeline: its tensor, or one per class of ranks
 
 

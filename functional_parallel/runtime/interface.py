@@ -16,10 +16,7 @@ import torch.distributed as dist
 from sharding_specs import Mesh, P
 
 from .. import _torch
-from ..pipelines import Executor
 from .execution import Origin
-
-__all__ = ["Executor", "Runtime", "Where"]
 
 Handle = TypeVar("Handle")  # a sharded value, as the runtime holds it
 Runnable = TypeVar("Runnable")  # the kind of program that it runs

@@ -26,8 +26,6 @@ import torch.distributed as dist
 from ..errors import CallMismatchError, CollectiveError, LaunchError
 from .default import forget_runtimes, rank, world_size
 
-__all__ = ["launch"]
-
 Result = TypeVar("Result")
 
 _HOST = "127.0.0.1"

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from ..errors import LaunchError
 
-__all__ = ["Launch", "launch_of_environment", "seeming_launch"]
-
 _DEFAULT_PORT = 29500  # of torch's launchers
 _PORTS = range(10_000, 30_000)  # below those that systems give to outgoing connections
 

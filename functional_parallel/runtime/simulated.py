@@ -24,8 +24,6 @@ from .classes import Jobs, RankClasses
 from .execution import Log, Origin, Recorded, Writer, with_regions
 from .interface import Runtime, Where
 
-__all__ = ["SimulatedRuntime", "SimulatedValue"]
-
 SimulatedValue = list[torch.Tensor]
 
 

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from ..errors import ScheduleError
 
-__all__ = ["ACTION_KINDS", "Action", "Schedule", "Versions", "rows"]
-
 ACTION_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 

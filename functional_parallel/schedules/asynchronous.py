@@ -14,8 +14,6 @@ from .actions import Action, Schedule, Versions
 from .domain import ranks_of, require
 from .one_stage import one_f_one_b
 
-__all__ = ["pipedream", "two_bw"]
-
 
 def pipedream(stages: int, microbatches: int, vertical_sync: bool = False) -> Schedule:
     """Build a PipeDream schedule, with an update after every microbatch.

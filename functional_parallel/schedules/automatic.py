@@ -18,8 +18,6 @@ from .domain import ranks_of, require
 from .simulate import Costs, at, simulate
 from .zero_bubble import zb_h1, zb_h2
 
-__all__ = ["zb_auto"]
-
 
 def zb_auto(stages: int, microbatches: int, limit: int | None = None, costs: Costs | None = None) -> Schedule:
     """Search the best schedule with split backwards under the costs, with at most `limit` live microbatches per rank.

@@ -9,8 +9,6 @@ from .actions import ACTION_KINDS, Action, Schedule, count
 from .dependencies import gradients_of_input, replay, waits_for
 from .simulate import Costs, peak_of
 
-__all__ = ["check", "kept_versions", "peaks"]
-
 
 def check(schedule: Schedule) -> Schedule:
     """Check that a schedule is complete, ordered and free of deadlock.

@@ -17,8 +17,6 @@ from .simulate import Costs, Timeline, simulate
 from .timeline import chrome_trace, plot, summary, timeline_text
 from .torch_csv import to_csv
 
-__all__ = ["add_options", "run"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("positional", nargs="?", metavar="name", help=f"one of {', '.join(FAMILIES)}")

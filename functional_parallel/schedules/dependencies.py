@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from .actions import Action, Schedule
 
-__all__ = ["gradients_of_input", "receiving_stage", "replay", "replay_groups", "waits_for"]
-
 
 def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: Action) -> list[Action]:
     """Return what `action` depends on, first the action of the adjacent stage. `kinds`: see `gradients_of_input`."""

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from ..errors import ScheduleError
 
-__all__ = ["ranks_of", "require"]
-
 
 def require(name: str, rule: str, argument: str, value: int, legal: Callable[[int], bool], others: str = "") -> None:
     """Raise `ScheduleError` unless `value` is an integer of at least 1 that is `legal` for `argument`.

@@ -11,8 +11,6 @@ from .actions import Schedule
 from .domain import ranks_of, require
 from .zero_bubble import TwoStages, folded_placement
 
-__all__ = ["dualpipe", "dualpipe_v"]
-
 
 def dualpipe(stages: int, microbatches: int) -> Schedule:
     """Build a DualPipe schedule: two copies of the model in opposite directions, each with half of the microbatches.

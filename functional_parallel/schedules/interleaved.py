@@ -6,8 +6,6 @@ from .actions import Action, Schedule
 from .domain import ranks_of, require
 from .one_stage import alternate
 
-__all__ = ["breadth_first", "interleaved"]
-
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Build an interleaved 1F1B schedule. Each group of microbatches runs the `chunks` stages of a rank in turn.

@@ -18,8 +18,6 @@ from ..errors import ScheduleError
 from .actions import Action, Schedule
 from .dependencies import gradients_of_input, receiving_stage, replay, waits_for
 
-__all__ = ["Receive", "Send", "check_messages", "messages"]
-
 
 class Send(NamedTuple):
     """Send the result of `action` to `rank`, which holds the adjacent stage."""

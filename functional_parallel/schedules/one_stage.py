@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from .actions import Action, Schedule
 from .domain import ranks_of
 
-__all__ = ["alternate", "eager_one_f_one_b", "gpipe", "naive", "one_f_one_b", "one_stage_per_rank"]
-
 
 def one_stage_per_rank(name: str, rows: Iterable[Iterable[Action]], microbatches: int) -> Schedule:
     actions = tuple(map(tuple, rows))

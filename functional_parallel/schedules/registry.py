@@ -15,8 +15,6 @@ from .one_stage import eager_one_f_one_b, gpipe, naive, one_f_one_b
 from .v_shape import v_half, v_min
 from .zero_bubble import zb_h1, zb_h2, zb_v
 
-__all__ = ["FAMILIES", "Family", "family", "for_ranks", "get", "stages_for"]
-
 
 class Family(NamedTuple):
     """A rule that builds schedules.

@@ -18,8 +18,6 @@ from .actions import Schedule
 from .registry import FAMILIES, for_ranks, stages_for
 from .simulate import Costs, Timeline, simulate
 
-__all__ = ["Layer", "Machine", "Plan", "balanced_cut", "search"]
-
 SYNCHRONOUS = tuple(name for name in FAMILIES if name not in ("pipedream", "2bw", "zb-auto"))
 
 

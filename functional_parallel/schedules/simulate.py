@@ -18,8 +18,6 @@ from ..quantities import is_non_negative, is_positive
 from .actions import Action, Schedule
 from .dependencies import receiving_stage, replay_groups
 
-__all__ = ["Costs", "Event", "Timeline", "simulate"]
-
 PerStage = float | Sequence[float]
 
 

@@ -16,7 +16,6 @@ from .simulate import Event, Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["chrome_trace", "plot", "summary", "timeline_text"]
 
 _TIME = {False: "time", True: "time (paler: the later stages of a rank)"}
 _LETTERS = 130  # that fit into the width of an image

@@ -16,8 +16,6 @@ import re
 
 from .actions import Action, Schedule, Versions, rows
 
-__all__ = ["from_csv", "to_csv"]
-
 _COMMUNICATION = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)(?:@(?=[\d>])(\d*)(?:>(\d+))?)?(?![@>\w])")

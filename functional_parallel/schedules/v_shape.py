@@ -16,8 +16,6 @@ from .actions import Action, Schedule
 from .domain import ranks_of
 from .zero_bubble import folded_placement
 
-__all__ = ["v_half", "v_min"]
-
 # Visits of a microbatch to a rank: 0 is the near stage, 1 the far stage. W0 and W1 are the weight gradients. W is a
 # weight gradient that is not yet assigned to a stage.
 _VISITS = ("F0", "F1", "I1", "I0")

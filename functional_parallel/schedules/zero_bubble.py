@@ -15,8 +15,6 @@ from .actions import Action, Schedule
 from .domain import ranks_of
 from .one_stage import one_stage_per_rank
 
-__all__ = ["zb_h1", "zb_h2", "zb_v"]
-
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """Build a ZB-H1 schedule: 1F1B with deferred weight gradients, at most r of them on rank r.

@@ -11,8 +11,6 @@ from ..errors import NotEquivalentError
 from ..functions import PyTree
 from ..ir import as_real
 
-__all__ = ["compare", "tolerance_of"]
-
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _ROUNDINGS = 8  # a leaf of rounding errors alone sums several; one rounding was 1.02 times too few in a batch norm
 _NOT_A_NUMBER = "NaN on both sides, where nothing can be compared; choose arguments that have a value and a gradient"

@@ -19,8 +19,6 @@ from ..ir import VIEWS, argument, as_complex, as_real, info, is_trained
 from ..rules import cross_entropy
 from .intermediate import traced_leaves
 
-__all__ = ["drawn_arguments"]
-
 aten = torch.ops.aten
 
 _MOVES = VIEWS | {

@@ -21,8 +21,6 @@ from .compare import compare, tolerance_of
 from .drawn import drawn_arguments
 from .intermediate import first_differing_op, traced_leaves
 
-__all__ = ["NotEquivalentError", "assert_equivalent"]
-
 
 def assert_equivalent(
     loss: Callable[..., PyTree],

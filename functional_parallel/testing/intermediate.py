@@ -23,8 +23,6 @@ from ..partition import prepare
 from ..tracing import trace
 from .compare import compare
 
-__all__ = ["first_differing_op", "traced_leaves"]
-
 
 def first_differing_op(
     loss: Callable[..., PyTree],

@@ -25,8 +25,6 @@ from .compare import compare
 from .rule_claims import SUMS, Case, cases_of, factors_of, name_of, spec_of
 from .rule_samples import Sample, for_all, require_overload, sample_of
 
-__all__ = ["check_rule"]
-
 _AXIS = "axis"
 _Named = dict[str, torch.Tensor]
 

@@ -13,8 +13,6 @@ from ..collectives import DimSplit
 from ..ir import Aval
 from ..rules import REPLICATED, OperandInfo, RuleText, Shard, SplitFactor, factor_sizes, placed
 
-__all__ = ["SUMS", "Case", "Layouts", "cases_of", "factors_of", "name_of", "spec_of"]
-
 SUMS = "partial sums"
 
 Layouts = tuple[Shard | str | None, ...]

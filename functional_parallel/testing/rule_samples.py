@@ -17,8 +17,6 @@ from ..rules import RuleText, lookup, parse_rule
 from ..tracing import recorder
 from .intermediate import traced_leaves
 
-__all__ = ["Sample", "for_all", "require_overload", "sample_of"]
-
 
 @dataclass(frozen=True)
 class Sample:

@@ -18,8 +18,6 @@ from ..program import Program
 from ..runtime import SimulatedRuntime
 from .compare import compare
 
-__all__ = ["assert_same"]
-
 
 def assert_same(
     f: Callable[..., PyTree],

@@ -16,8 +16,6 @@ import torch
 from .. import _torch
 from ..functions import PyTree
 
-__all__ = ["StorageTracker", "tracked"]
-
 
 class StorageTracker(_torch.TorchDispatchMode):
     """Counts the bytes of live storages after every op. `peak` is the maximum so far."""

@@ -11,28 +11,3 @@ from .memory_layout import LayoutRead, require_contiguous
 from .record import Recorder, needs_values, recorder, trace
 from .straight_through import OP as STRAIGHT_THROUGH
 from .switches import autocast_dtypes, disable_ambient_modes
-
-__all__ = [
-    "STRAIGHT_THROUGH",
-    "Assumption",
-    "CapturedTensors",
-    "ClosedOver",
-    "LayoutRead",
-    "ProgramCache",
-    "Recorder",
-    "Replaced",
-    "assume",
-    "assume_constants",
-    "autocast_dtypes",
-    "collect_assumptions",
-    "constant_in",
-    "data_dependent",
-    "depends_on_layouts",
-    "disable_ambient_modes",
-    "intercept",
-    "intercept_op",
-    "needs_values",
-    "recorder",
-    "require_contiguous",
-    "trace",
-]

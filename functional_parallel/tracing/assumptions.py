@@ -19,8 +19,6 @@ from sharding_specs import tree_paths
 from .. import _torch
 from ..ir import LeafSignature, TensorSignature
 
-__all__ = ["Assumption", "ProgramCache", "assume", "collect_assumptions"]
-
 
 @dataclass(frozen=True)
 class Assumption:

@@ -21,8 +21,6 @@ from sharding_specs import tree_paths
 
 from ..ir import Source, current_source, is_library
 
-__all__ = ["ClosedOver", "closed_over"]
-
 
 @dataclass(frozen=True)
 class ClosedOver:

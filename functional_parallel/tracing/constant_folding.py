@@ -39,8 +39,6 @@ from .assumptions import assume
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
 
-__all__ = ["asks_for_values", "assume_constants", "constant_in", "draws", "fold_constants", "outside_trace", "value_of"]
-
 aten = torch.ops.aten
 
 _COMPARISONS: dict[Target, Callable[[float, float], bool]] = {

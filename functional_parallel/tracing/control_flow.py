@@ -19,8 +19,6 @@ from ..ir import Args, Kwargs, current_source
 from .constant_folding import outside_trace, value_of
 from .writer import Writer
 
-__all__ = ["unrolled"]
-
 Branch = Callable[..., Any]
 Operands = Sequence[Argument]
 

@@ -20,8 +20,6 @@ from .. import _torch
 from ..errors import TracingError
 from ..ir import Args, Kwargs, current_source, is_library
 
-__all__ = ["CapturedTensors"]
-
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # there may be millions of these, as in a table of samples
 

@@ -21,8 +21,6 @@ from ..ir import Args, Kwargs
 from .enclosing import CapturedTensors
 from .memory_layout import Layouts
 
-__all__ = ["Interception", "Replaced", "intercept", "intercept_op", "replacement_of"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 Replaced: TypeAlias = torch.Tensor | NotImplementedType  # a result, or the call is left to others

@@ -20,8 +20,6 @@ from .memory_layout import require_contiguous
 from .record import Recorder, recorder
 from .strided import strided_elements
 
-__all__ = ["depends_on_layouts"]
-
 aten = torch.ops.aten
 
 

@@ -22,8 +22,6 @@ from .. import _torch
 from ..errors import MemoryLayoutError
 from ..ir import Traced, argument, current_source, operands_of
 
-__all__ = ["LayoutRead", "Layouts", "require_contiguous"]
-
 aten = torch.ops.aten
 
 _CONTIGUOUS_RESULTS = {  # of operands with any strides

@@ -19,8 +19,6 @@ from .straight_through import OP as STRAIGHT_THROUGH
 from .view_chains import View, are_apart
 from .writer import Writer
 
-__all__ = ["mutate"]
-
 aten = torch.ops.aten
 
 _CHANGE_MEMORY = {aten.resize_, aten.resize_as_, aten.set_}

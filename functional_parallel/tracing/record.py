@@ -51,8 +51,6 @@ from .mutation import mutate
 from .strided import strided
 from .writer import Writer
 
-__all__ = ["Recorder", "needs_values", "recorder", "trace"]
-
 aten = torch.ops.aten
 
 _PACKAGE = __name__.split(".")[0]

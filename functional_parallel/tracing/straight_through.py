@@ -16,8 +16,6 @@ from .. import _torch
 from ..collectives import keeping_grad_mode
 from ..ir import register_differentiable
 
-__all__ = ["OP", "straight_through"]
-
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define("straight_through(Tensor x, Tensor value) -> Tensor")
 _library.impl("straight_through", lambda x, value: value.clone(), "CompositeExplicitAutograd")

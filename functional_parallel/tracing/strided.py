@@ -16,8 +16,6 @@ from ..errors import MemoryLayoutError
 from ..ir import current_source
 from .writer import Writer
 
-__all__ = ["strided", "strided_elements"]
-
 aten = torch.ops.aten
 
 

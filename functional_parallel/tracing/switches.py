@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["autocast_dtypes", "disable_ambient_modes"]
-
 _DEVICES = ("cpu", "cuda")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

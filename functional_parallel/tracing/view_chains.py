@@ -18,8 +18,6 @@ from torch.fx.node import Target
 from .. import _torch
 from ..ir import Args, Aval, Kwargs, NodeInfo, argument, getitem, info
 
-__all__ = ["View", "ViewChains", "are_apart"]
-
 aten = torch.ops.aten
 
 Create = Callable[[_torch.Op, Args, Kwargs, NodeInfo], fx.Node]

@@ -24,8 +24,6 @@ from .closed_over import ClosedOver, closed_over
 from .memory_layout import Layouts
 from .view_chains import ViewChains
 
-__all__ = ["Writer"]
-
 aten = torch.ops.aten
 
 

@@ -4,5 +4,3 @@ from .local_step import Metrics
 from .options import require_arguments
 from .state import TrainState
 from .step import TrainStep, train_step
-
-__all__ = ["Metrics", "TrainState", "TrainStep", "require_arguments", "train_step"]

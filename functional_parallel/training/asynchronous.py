@@ -13,8 +13,6 @@ from ..collectives import MICROBATCH
 from ..functions import Layout, PyTree
 from ..pipelines import pipeline_of, updates_of
 
-__all__ = ["is_asynchronous", "of_one_update"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from ..program import BaseProgram
 from ..requests import owners_of
 from ..runtime import Runtime, default_runtime
 
-__all__ = ["BatchInputs", "check_same", "tensors_of"]
-
 T = TypeVar("T")
 
 

@@ -45,8 +45,6 @@ from .signatures import listed
 from .state import StateLayout, StaticLeaf, TrainState
 from .states import StateManager
 
-__all__ = ["RestoreOptions", "restore_state", "save_state"]
-
 _TIMEOUT = 600.0  # seconds that a process waits for the parts of others
 
 

@@ -28,8 +28,6 @@ from .batches import tensors_of
 from .generators import Generators
 from .replay import Call, CannotDeferError, DeferredInit, Memory, RecordedOp, View, memory_of
 
-__all__ = ["CannotDeferError", "DeferredInit", "defer_init"]
-
 aten = torch.ops.aten
 T = TypeVar("T")
 Op = torch._ops.OpOverload

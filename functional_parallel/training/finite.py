@@ -23,8 +23,6 @@ from .local_step import Metrics
 from .options import StepOptions
 from .state import TrainState, Watched
 
-__all__ = ["require_finite", "require_finite_inputs", "settle"]
-
 T = TypeVar("T")
 
 

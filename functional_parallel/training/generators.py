@@ -13,8 +13,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["Generators"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -18,17 +18,11 @@ from ..requests import LossScaleState, ReplicaState, ScaledState
 from .local_step import Metrics
 from .signatures import listed, structure_as_text
 
-__all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]
-
 T = TypeVar("T")
 
 # Tuples of tensors in the result of train.whole, which torch.load(weights_only=True), its default, may construct.
-torch.serialization.add_safe_globals(
-    [
-        *(optim.AdafactorState, optim.AdamWState, optim.ChainState, optim.Factored, optim.LionState, optim.SGDState),
-        *(LossScaleState, ReplicaState, ScaledState, Metrics),
-    ]
-)
+_STATES = [each for each in vars(optim).values() if isinstance(each, type) and issubclass(each, tuple)]
+torch.serialization.add_safe_globals([*_STATES, LossScaleState, ReplicaState, ScaledState, Metrics])
 
 
 def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:

@@ -33,8 +33,6 @@ from .update import (
     shard_for_update,
 )
 
-__all__ = ["LocalTrainStep", "Metrics"]
-
 
 class Metrics(NamedTuple):
     """Results of a step, as full tensors on every rank.

@@ -25,8 +25,6 @@ from .state import StateLayout, StaticLeaf, TrainState
 from .states import StateManager
 from .update import as_trained, at_rest, into_compute
 
-__all__ = ["StateFunction"]
-
 
 class StateFunction:
     """Function compiled for the states of a step; see `TrainStep.compile`. `program` is the last one used."""

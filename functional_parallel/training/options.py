@@ -18,8 +18,6 @@ from ..lowering import Options
 from ..optim import Optimizer
 from ..quantities import is_positive
 
-__all__ = ["StepOptions", "require_arguments"]
-
 Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _NAMES = ("adafactor", "adagrad", "adam", "adamw", "lamb", "lion", "muon", "sgd")

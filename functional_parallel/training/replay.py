@@ -13,8 +13,6 @@ from .. import _torch
 from ..functions import PyTree
 from .batches import tensors_of
 
-__all__ = ["Call", "CannotDeferError", "DeferredInit", "Memory", "RecordedOp", "View", "memory_of"]
-
 Call = Callable[..., PyTree]
 Memory = _torch.StorageWeakRef
 

@@ -25,8 +25,6 @@ from ..requests import Replicas, ReplicaState, flat_update, owners_of, state_req
 from .local_step import Metrics
 from .update import StepLayout
 
-__all__ = ["first_replicas", "on_replicas", "one_replica", "replica_specs", "replicas_of"]
-
 
 def replicas_of(layout: Layout, has_aux: bool) -> Replicas | None:
     """Return the request for replicas of a layout, if any. Raise if another part of the plan does not go with it."""

@@ -24,8 +24,6 @@ from .state import StateLayout
 from .states import StateManager
 from .update import FlatPacking
 
-__all__ = ["SavedLeaves", "saved_leaves"]
-
 
 @dataclass(frozen=True)
 class SavedLeaves:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import optree
 
-__all__ = ["listed", "on_one_line", "structure_as_text"]
-
 _MOST = 8  # lines or names in a list of a message
 
 

@@ -23,8 +23,6 @@ from .local_step import Metrics
 from .signatures import on_one_line, structure_as_text
 from .update import StepLayout
 
-__all__ = ["StateLayout", "StaticLeaf", "TrainState", "Watched", "detach_leaf", "recorded_steps", "state_layout"]
-
 T = TypeVar("T")
 
 _MANY_RECORDED = 32

@@ -24,15 +24,14 @@ from ..requests import ReplicaState, StateRequest, converted_state, split_state,
 from ..runtime import Runtime, copy_if_aliased, runtime_kind_of, runtime_of, storages
 from ..tracing import disable_ambient_modes
 from .batches import BatchInputs, check_same
-from .deferred import CannotDeferError, defer_init
+from .deferred import defer_init
 from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .options import StepOptions
+from .replay import CannotDeferError
 from .replicas import first_replicas, one_replica, replica_specs, replicas_of
 from .state import StateLayout, StaticLeaf, TrainState, detach_leaf, state_layout
 from .update import StepLayout, find_step_layout, warn_of_replicated_state
-
-__all__ = ["StateManager"]
 
 T = TypeVar("T")
 

@@ -38,8 +38,6 @@ from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
 from .states import StateManager
 from .update import require_elementwise
 
-__all__ = ["TrainStep", "train_step"]
-
 
 @explain_keywords
 def train_step(

@@ -19,8 +19,6 @@ from ..ir import current_source, is_trained, warn_at
 from ..optim import likes, tree_map_params
 from ..tracing import ClosedOver, recorder
 
-__all__ = ["old_params", "old_state", "old_weights", "report_untrained", "untrained", "without"]
-
 _LISTED = 8
 
 

@@ -9,23 +9,3 @@ from .pipeline import pipeline, stage_boundary
 from .precision import mixed_precision
 from .remat import recompute, remat
 from .transform import Plan, Transform, chain
-
-__all__ = [
-    "LossScale",
-    "Plan",
-    "Transform",
-    "accumulate",
-    "chain",
-    "data_parallel",
-    "diloco",
-    "from_specs",
-    "local_sgd",
-    "matched",
-    "mixed_precision",
-    "pipeline",
-    "recompute",
-    "remat",
-    "stage_boundary",
-    "tensor_parallel",
-    "zero",
-]

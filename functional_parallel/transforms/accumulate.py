@@ -17,8 +17,6 @@ from ..requests import DataAxis, Microbatches, Order, RunPass
 from .parallel import batch_arg_specs
 from .transform import Transform
 
-__all__ = ["accumulate", "microbatched"]
-
 
 @explain_keywords
 def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once") -> Transform:

@@ -14,8 +14,6 @@ from .parallel import Rules, data_parallel, tensor_parallel, zero
 from .pipeline import pipeline
 from .transform import Plan, chain
 
-__all__ = ["from_specs"]
-
 
 def from_specs(
     specs: Rules,

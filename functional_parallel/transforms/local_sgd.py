@@ -18,8 +18,6 @@ from ..requests import Order, Replicas
 from .parallel import batch_arg_specs
 from .transform import Transform
 
-__all__ = ["diloco", "local_sgd"]
-
 
 @explain_keywords
 def local_sgd(axis: str, *, inner: int, batch: SpecTree = None, strict: bool = False) -> Transform:

@@ -55,8 +55,6 @@ from ..rules import Owned
 from ..tracing import recorder
 from .transform import Transform
 
-__all__ = ["Rules", "batch_arg_specs", "data_parallel", "matched", "parameter_specs", "tensor_parallel", "zero"]
-
 Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
 

@@ -16,8 +16,6 @@ from .accumulate import microbatched
 from .parallel import Rules, parameter_specs
 from .transform import Transform
 
-__all__ = ["pipeline", "stage_boundary"]
-
 T = TypeVar("T")
 
 

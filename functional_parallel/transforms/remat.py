@@ -13,8 +13,6 @@ from ..program import parse_bytes
 from ..requests import Order, RunPass
 from .transform import Transform
 
-__all__ = ["recompute", "remat"]
-
 _POLICIES = ("layers", "attention", "nothing", "auto")
 
 P = ParamSpec("P")

@@ -15,8 +15,6 @@ from ..errors import OrderError
 from ..functions import LocalFunction, PyTree, require_function
 from ..requests import Order, require_order
 
-__all__ = ["Plan", "Transform", "chain"]
-
 
 @dataclass(frozen=True)
 class Transform:

@@ -116,11 +116,19 @@ def test_stacks_of_layers_are_compared_as_the_user_has_them() -> None:
         train.load(params, other, 0)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+SAVED = OPTIMIZERS | {
+    "adagrad": fp.optim.adagrad(0.5),
+    "lamb": fp.optim.lamb(0.5),
+    "muon": fp.optim.muon(0.5),
+    "by_path": fp.optim.by_path({"*": fp.optim.adamw(0.5)}),
+}
+
+
+@pytest.mark.parametrize("optimizer", SAVED)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_saved_state_is_read_without_running_code(optimizer: str, scaled: bool, tmp_path: Path) -> None:
     plan = fp.chain(fp.mixed_precision("fp16"), PLANS["data"]) if scaled else PLANS["zero 1"]
-    train = fp.train_step(loss, OPTIMIZERS[optimizer], DATA, plan)
+    train = fp.train_step(loss, SAVED[optimizer], DATA, plan)
     state, _ = train(train.init(weights(2, 3)), X)
     whole = train.whole(state)
     torch.save(whole, tmp_path / "saved.pt")

@@ -7,5 +7,3 @@ higher derivatives work.
 
 from . import transposes
 from .emit import apply_primitive, axis_index, gradients_at_call, keeping_grad_mode
-
-__all__ = ["apply_primitive", "axis_index", "gradients_at_call", "keeping_grad_mode", "transposes"]

@@ -22,8 +22,6 @@ from ..axes import axis_size, communicator_for, share_communicator
 from ..communicator import Lane
 from ..types import Param
 
-__all__ = ["APPLY", "apply_primitive", "axis_index", "gradients_at_call", "keeping_grad_mode"]
-
 APPLY: dict[str, Callable[..., Tensor]] = {}  # `apply(x, lane, axes, *params)` of every primitive's Function
 
 

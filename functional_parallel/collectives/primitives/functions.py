@@ -24,8 +24,6 @@ from ..axes import Environment, restored, snapshot
 from ..types import Param, State
 from .emit import APPLY, apply_primitive
 
-__all__ = ["define", "source_of_cast"]
-
 AxisNames = tuple[str, ...]
 
 

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from .checks import Problems
 
-__all__ = ["ARGUMENTS", "filled"]
-
 
 class _Fill(NamedTuple):
     arguments: str  # names of the arguments that it needs, separated by spaces

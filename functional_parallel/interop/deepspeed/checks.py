@@ -21,8 +21,6 @@ from sharding_specs.rules import nearest
 from ...quantities import is_non_negative
 from .schema import KEYS, Key
 
-__all__ = ["Problems", "converted", "flat", "read"]
-
 _COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
 _SAVES = "zero_optimization.stage3_gather_{}_weights_on_model_save"

@@ -16,8 +16,6 @@ from .checks import Problems, converted, flat, read
 from .optimizers import build_optimizer, build_schedule
 from .schema import KEYS, defaults
 
-__all__ = ["Config", "batch_sizes", "from_config"]
-
 _ZERO = "zero_optimization"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _NO_MATRICES = ("*bias*", "*norm*", "*ln*", "*embed*", "*lm_head*")

@@ -13,8 +13,6 @@ from ... import optim
 from ...optim import Optimizer, Schedule, schedules
 from .schema import KEYS
 
-__all__ = ["OPTIMIZERS", "SCHEDULERS", "build_optimizer", "build_schedule"]
-
 _REQUIRED = "required"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-__all__ = ["CHANGED", "KEYS", "Key", "defaults", "release"]
-
 
 class Key(NamedTuple):
     """Row of the schema.

@@ -22,8 +22,6 @@ from ...collectives import State
 from ...ir import Traced, info, operands_of
 from .rounds import MicrobatchRounds
 
-__all__ = ["place_single_microbatch_sums"]
-
 
 def place_single_microbatch_sums(traced: Traced, axis: str, in_specs: list[P], out_specs: list[P]) -> None:
     """Keep sums over an axis of one microbatch only where the pipeline ends."""

@@ -14,8 +14,6 @@ from sharding_specs import P
 from ...errors import UnrollError
 from ...ir import Traced, info, operands_of, primitive_name
 
-__all__ = ["MicrobatchRounds", "names_axis"]
-
 CASTS = ("pvary", "pcast")
 
 

@@ -15,8 +15,6 @@ from ...collectives import DimSplit
 from ...ir import Aval
 from .unroll import microbatch_dim, with_dim_size
 
-__all__ = ["microbatch_splits", "shard_aval"]
-
 
 def microbatch_splits(
     args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, virtual: Mapping[str, int]

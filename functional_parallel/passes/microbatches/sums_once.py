@@ -19,8 +19,6 @@ from ...ir import Traced, info, primitive_name
 from ..base import Phase, ProgramPass
 from ..swap import is_cast, move_before_sums
 
-__all__ = ["ReduceOncePerStep", "ReducePerMicrobatch"]
-
 
 @dataclass(frozen=True)
 class ReduceOncePerStep(ProgramPass):

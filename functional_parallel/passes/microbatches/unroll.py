@@ -23,8 +23,6 @@ from ...errors import UnrollError
 from ...ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
 from .rounds import CASTS, MicrobatchRounds, names_axis
 
-__all__ = ["UnrollError", "combine_op", "microbatch_dim", "unroll", "with_dim_size", "with_global_size"]
-
 aten = torch.ops.aten
 
 _COMBINE = {

@@ -4,14 +4,3 @@ from .async_executor import AsyncRankExecutor, Executor
 from .memory_simulator import pipeline_memory
 from .rank_executor import RankExecutor, RunProgram
 from .schedule_runner import Mailbox, ScheduleRunner, slices_of
-
-__all__ = [
-    "AsyncRankExecutor",
-    "Executor",
-    "Mailbox",
-    "RankExecutor",
-    "RunProgram",
-    "ScheduleRunner",
-    "pipeline_memory",
-    "slices_of",
-]

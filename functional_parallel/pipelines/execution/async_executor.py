@@ -16,8 +16,6 @@ from ...schedules import Action
 from ..structure import PipelineStructure
 from .rank_executor import RankExecutor, RunProgram
 
-__all__ = ["AsyncRankExecutor", "Executor"]
-
 
 class AsyncRankExecutor:
     """Runs the actions of one rank of an asynchronous pipeline, with the interface of `RankExecutor`.

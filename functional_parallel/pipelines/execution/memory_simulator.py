@@ -25,8 +25,6 @@ from .async_executor import AsyncRankExecutor, Executor
 from .rank_executor import RankExecutor
 from .schedule_runner import ScheduleRunner, slices_of
 
-__all__ = ["pipeline_memory"]
-
 Row = tuple[int, str, str, str]  # a storage: bytes, kind, description, source line
 
 

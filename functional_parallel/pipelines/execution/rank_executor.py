@@ -13,8 +13,6 @@ from ...schedules import Action
 from ..stages import ActionPrograms
 from ..structure import PipelineStructure
 
-__all__ = ["RankExecutor", "RunProgram"]
-
 RunProgram = Callable[[Program, list[Any]], list[Any]]
 
 

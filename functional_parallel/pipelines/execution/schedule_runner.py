@@ -14,8 +14,6 @@ from ..structure import PipelineStructure
 from .async_executor import Executor
 from .rank_executor import RankExecutor
 
-__all__ = ["Mailbox", "ScheduleRunner", "slices_of"]
-
 
 class Mailbox(Protocol):
     """Interface for the messages of one rank."""

@@ -3,4 +3,4 @@
 A rule is text. It contains code only if the notation cannot express it.
 """
 
-from . import factories, gradients, linear_algebra, lookups, losses, norms, pointwise, reductions, shapes, vision  # noqa: F401
+from . import factories, gradients, linear_algebra, lookups, losses, norms, pointwise, reductions, shapes, vision

@@ -4,17 +4,3 @@ from . import launch
 from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
 from .selection import Selection, requested_algorithm, select
 from .table import ALGORITHMS, Algorithm
-
-__all__ = [
-    "ALGORITHMS",
-    "COMPLETED",
-    "ROLL_CALL",
-    "Algorithm",
-    "AlgorithmGroup",
-    "RankGroup",
-    "Selection",
-    "TaggedMessages",
-    "launch",
-    "requested_algorithm",
-    "select",
-]

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...collectives import LARGEST
 from ..calls import CollectiveSteps, GroupWaits, ProcessGroupRef, RunningCollective, Waitable
-from ..shared_memory import LARGEST, Channels, connect, host_identity
-
-__all__ = ["COMPLETED", "ROLL_CALL", "AlgorithmGroup", "Dtype", "RankGroup", "TaggedMessages"]
+from ..shared_memory import Channels, connect, host_identity
 
 T = TypeVar("T")
 Dtype = torch.dtype | None  # in which sums are accumulated, if it is not that of the operands

@@ -15,8 +15,6 @@ from ..buffers import ordered_sum
 from ..calls import CollectiveSteps
 from .algorithm_group import AlgorithmGroup, Dtype, RankGroup, TaggedMessages
 
-__all__ = ["all_to_all", "gather", "reduce"]
-
 
 def all_to_all(team: AlgorithmGroup, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> CollectiveSteps:
     """Send chunk i to rank i, and receive the chunk of rank i into `parts[i]`, which is contiguous."""

@@ -27,8 +27,6 @@ from ..calls import CollectiveSteps
 from .algorithm_group import AlgorithmGroup, Dtype
 from .table import Algorithm
 
-__all__ = ["StartedCollective", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "resolved", "unpack_bucket"]
-
 StartedCollective = tuple[CollectiveSteps, Callable[[], Tensor | BucketOutput]]
 
 

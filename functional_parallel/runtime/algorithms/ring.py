@@ -15,8 +15,6 @@ from torch import Tensor
 from ..calls import CollectiveSteps
 from .algorithm_group import Dtype, RankGroup, TaggedMessages
 
-__all__ = ["all_gather_steps", "reduce_scatter_steps"]
-
 
 def reduce_scatter_steps(
     team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: Dtype

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from .algorithm_group import AlgorithmGroup
 from .table import ALGORITHMS, Algorithm
 
-__all__ = ["COLLECTIVE_KINDS", "VARIABLE", "Selection", "requested_algorithm", "select"]
-
 VARIABLE = "FUNCTIONAL_PARALLEL_ALGORITHM"
 COLLECTIVE_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 

@@ -13,8 +13,6 @@ from ..shared_memory import SharedMemory, shared
 from . import direct, ring, two_level
 from .algorithm_group import AlgorithmGroup, Dtype, TaggedMessages
 
-__all__ = ["ALGORITHMS", "Algorithm"]
-
 # The first of two types is that of every algorithm, the other that of one that packs.
 Chunks = Sequence[Tensor] | LazyBucket
 GatherOutput = Sequence[Tensor] | DirectOutputs

@@ -17,8 +17,6 @@ from ..shared_memory import shared
 from . import direct, ring
 from .algorithm_group import AlgorithmGroup, Dtype, TaggedMessages
 
-__all__ = ["gather", "reduce", "refuses"]
-
 
 def refuses(team: AlgorithmGroup) -> str | None:
     """Return the reason why this group does not have two levels, or None."""

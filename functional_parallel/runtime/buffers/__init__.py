@@ -3,20 +3,3 @@
 from .joined import as_bytes, cat_or_view, flat_if_adjacent, from_bytes, ordered_sum
 from .packed import ConcatReader, LazyBucket, Operand, to_tensor
 from .unpacked import BucketLayout, BucketOutput, DirectOutputs, FlatOutputs, SlicedBucket
-
-__all__ = [
-    "BucketLayout",
-    "BucketOutput",
-    "ConcatReader",
-    "DirectOutputs",
-    "FlatOutputs",
-    "LazyBucket",
-    "Operand",
-    "SlicedBucket",
-    "as_bytes",
-    "cat_or_view",
-    "flat_if_adjacent",
-    "from_bytes",
-    "ordered_sum",
-    "to_tensor",
-]

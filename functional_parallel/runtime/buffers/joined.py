@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "cat_or_view", "flat_if_adjacent", "from_bytes", "ordered_sum"]
-
 
 def cat_or_view(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Return `torch.cat(parts, dim)`, without a copy if the tensors are adjacent in memory."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ...ops import packed, run_of
 
-__all__ = ["ConcatReader", "LazyBucket", "Operand", "to_tensor"]
-
 
 class ConcatReader:
     """Reader of tensors that are concatenated along their last dim. It releases each tensor once it is read.

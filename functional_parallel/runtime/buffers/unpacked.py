@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ...ops import UNPACK, UNPACK_INTO
 
-__all__ = ["BucketLayout", "BucketOutput", "DirectOutputs", "FlatOutputs", "SlicedBucket"]
-
 
 class BucketOutput(Protocol):
     """Tensors by index; each may be taken once."""

@@ -5,25 +5,3 @@ from .call_log import READS, CallLog, GroupWaits, is_ahead
 from .handle import ProcessGroupRef
 from .running import CollectiveSteps, PendingCollective, RunningCollective, Waitable
 from .waits import CURRENT, CollectiveWait, Lost, NamedWait, WaitFor, brief, note_step, rank_name, rank_names
-
-__all__ = [
-    "CURRENT",
-    "READS",
-    "CallGuard",
-    "CallLog",
-    "CollectiveSteps",
-    "CollectiveWait",
-    "GroupWaits",
-    "Lost",
-    "NamedWait",
-    "PendingCollective",
-    "ProcessGroupRef",
-    "RunningCollective",
-    "WaitFor",
-    "Waitable",
-    "brief",
-    "is_ahead",
-    "note_step",
-    "rank_name",
-    "rank_names",
-]

@@ -12,8 +12,6 @@ import threading
 from ...errors import CallMismatchError, CollectiveError, ReentrantCallError
 from .waits import CURRENT
 
-__all__ = ["CallGuard"]
-
 
 class CallGuard:
     """Lock held during a call. It refuses other calls, and calls in a process that did not create it.

@@ -16,8 +16,6 @@ from typing import Protocol
 from ...errors import CallMismatchError
 from .waits import CURRENT
 
-__all__ = ["READS", "CallLog", "GroupWaits", "is_ahead"]
-
 READS = "reads a value that lies in parts"
 _COUNT_FROM, _KIND_FROM = 32, 12  # bits of a mark: from the top the call count, the kind of call, its values
 _MANY = 1_000  # largest number of remembered descriptions

@@ -10,8 +10,6 @@ import weakref
 
 import torch.distributed as dist
 
-__all__ = ["ProcessGroupRef"]
-
 
 class ProcessGroupRef:
     """Weak reference to a process group that torch.distributed holds."""

@@ -22,8 +22,6 @@ from torch import Tensor
 from ...errors import CallMismatchError
 from .waits import CURRENT, NamedWait
 
-__all__ = ["CollectiveSteps", "PendingCollective", "RunningCollective", "Waitable"]
-
 Result = TypeVar("Result")
 
 

@@ -18,8 +18,6 @@ from sharding_specs import Mesh
 from ...errors import CallMismatchError, CollectiveError
 from ..buffers import Operand
 
-__all__ = ["CURRENT", "CollectiveWait", "Lost", "NamedWait", "WaitFor", "brief", "note_step", "rank_name", "rank_names"]
-
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 _NUMBER = re.compile(r"rank <(\d+)>")  # in texts of the watch, which does not know the mesh

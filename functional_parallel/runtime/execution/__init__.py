@@ -4,5 +4,3 @@ from .codegen import Writer
 from .inductor import check_backend
 from .origins import Log, Origin, Recorded
 from .regions import with_regions
-
-__all__ = ["Log", "Origin", "Recorded", "Writer", "check_backend", "with_regions"]

@@ -18,8 +18,6 @@ from ... import _torch
 from ...ir import Traced, differentiable_form, info, operands_of, primitive_name
 from .origins import Recorded
 
-__all__ = ["Writer", "is_alias"]
-
 aten = torch.ops.aten
 
 

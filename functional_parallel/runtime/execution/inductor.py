@@ -15,8 +15,6 @@ from torch import fx
 from ... import _torch
 from ...errors import BackendError
 
-__all__ = ["BACKENDS", "CompiledRegion", "check_backend", "region_of"]
-
 BACKENDS = ("eager", "inductor")
 CompiledFn = Callable[..., Sequence[torch.Tensor]]
 

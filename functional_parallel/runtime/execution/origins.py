@@ -18,8 +18,6 @@ from torch import fx
 from ...functions import PyTree
 from ...ir import Traced, operands_of, source_of, walk_args
 
-__all__ = ["Log", "Origin", "Recorded"]
-
 Handle = TypeVar("Handle")
 
 

@@ -39,8 +39,6 @@ from ...program import STARTED, Program, mutated_operands, overlapped, readers_b
 from .inductor import CompiledRegion, region_of
 from .repeats import cuts_between_repeats
 
-__all__ = ["RegionProgram", "with_regions"]
-
 aten = torch.ops.aten
 
 _LEAST_OPS = 3  # ops that inductor can fuse; fewer gain less than a call costs

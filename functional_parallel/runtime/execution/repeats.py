@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-__all__ = ["cuts_between_repeats"]
-
 _LEAST_PERIOD = 8
 _LEAST_STRETCH = 64  # a shorter one compiles equally fast in one piece
 _CANDIDATES = 16

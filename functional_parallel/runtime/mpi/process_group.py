@@ -19,8 +19,6 @@ from torch import Tensor
 from ..buffers import flat_if_adjacent
 from ..calls import CURRENT
 
-__all__ = ["create"]
-
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,

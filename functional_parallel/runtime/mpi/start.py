@@ -11,8 +11,6 @@ import socket
 
 import torch.distributed as dist
 
-__all__ = ["BACKEND_VARIABLE", "MPI_BACKENDS", "chosen_backend", "start_mpi"]
-
 BACKEND_VARIABLE = "FUNCTIONAL_PARALLEL_BACKEND"
 MPI_BACKENDS = ("mpi", "mpi4py")
 _KNOWN = ("gloo", "nccl", *MPI_BACKENDS)

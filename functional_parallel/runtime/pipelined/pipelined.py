@@ -23,16 +23,22 @@ from sharding_specs import Mesh, P, local_shape, whole_shape
 from ... import _torch
 from ...errors import PipelineError
 from ...ir import Aval, hollow, info
-from ...pipelines import AsyncRankExecutor, PipelineProgram, RankExecutor, RunProgram, ScheduleRunner, slices_of
+from ...pipelines import (
+    AsyncRankExecutor,
+    Executor,
+    PipelineProgram,
+    RankExecutor,
+    RunProgram,
+    ScheduleRunner,
+    slices_of,
+)
 from ...schedules import Action, Event, replay
 from ..calls import READS
 from ..execution import Log, Origin
 from ..handles import Part, PipelineValue, copy_if_aliased
-from ..interface import Executor, Runtime, Where
+from ..interface import Runtime, Where
 from ..processes import ProcessCommunicator
 from .point_to_point import PointToPoint
-
-__all__ = ["PipelineRuntime"]
 
 
 class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):

@@ -16,8 +16,6 @@ from ..buffers import as_bytes
 from ..calls import NamedWait, Waitable, rank_name
 from ..processes import ProcessCommunicator
 
-__all__ = ["PointToPoint"]
-
 _KINDS = (RuntimeError, ValueError)  # errors of torch's messages
 
 

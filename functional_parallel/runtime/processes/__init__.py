@@ -2,5 +2,3 @@
 
 from .process_communicator import ProcessCommunicator
 from .processes import ProcessRuntime
-
-__all__ = ["ProcessCommunicator", "ProcessRuntime"]

@@ -17,8 +17,6 @@ from ..buffers import as_bytes, cat_or_view, from_bytes
 from ..calls import CallLog, PendingCollective, Waitable, WaitFor
 from .groups import Axes, MeshGroups
 
-__all__ = ["TorchCollectives"]
-
 Result = TypeVar("Result")
 
 

@@ -23,8 +23,6 @@ from ...errors import CallMismatchError
 from ..calls import CallGuard, CallLog, NamedWait, ProcessGroupRef, rank_name
 from ..watch import recorded
 
-__all__ = ["ControlGroup"]
-
 Value = TypeVar("Value")
 
 

@@ -23,8 +23,6 @@ from ..algorithms import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, Tagged
 from ..calls import CallLog, CollectiveSteps, GroupWaits, ProcessGroupRef, Waitable, rank_name
 from ..watch import recorded
 
-__all__ = ["Axes", "AxisGroup", "MeshGroups"]
-
 _MOST_AXES_TOGETHER = 3
 Axes = tuple[str, ...]
 

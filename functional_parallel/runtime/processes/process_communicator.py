@@ -26,8 +26,6 @@ from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_
 from .backend import TorchCollectives
 from .groups import Axes, AxisGroup, MeshGroups
 
-__all__ = ["ProcessCommunicator", "require_as_many"]
-
 _REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
 _REDUCED_BY = dict.fromkeys(("gloo", "nccl"), _REDUCED_BY_ALL | {torch.float16, torch.bfloat16})
 

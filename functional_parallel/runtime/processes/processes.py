@@ -38,8 +38,6 @@ from .control_group import ControlGroup
 from .process_communicator import ProcessCommunicator, require_as_many
 from .rank_program import RankProgram
 
-__all__ = ["ProcessRuntime"]
-
 Value = TypeVar("Value")
 
 _SECONDS = 600.0

@@ -29,8 +29,6 @@ from ..calls import PendingCollective
 from ..execution import Recorded, Writer, with_regions
 from .process_communicator import ProcessCommunicator
 
-__all__ = ["RankProgram"]
-
 aten = torch.ops.aten
 
 

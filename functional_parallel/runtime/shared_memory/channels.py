@@ -14,10 +14,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...collectives import ALIGNMENT, LARGEST, ROOM, aligned
+from ...collectives import ALIGNMENT, ROOM, aligned
 from ..calls import CallLog
-
-__all__ = ["LARGEST", "ROOM", "Channels"]
 
 _MOST_UNDER_WAY = 32  # the signals in flight must fit a socket's buffer
 _TAKEN = 1

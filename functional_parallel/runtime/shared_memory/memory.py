@@ -34,8 +34,6 @@ from ...collectives import HALF, ROOM, SMALL_HALF, aligned
 from ..calls import CURRENT, CollectiveSteps, GroupWaits, RunningCollective, Waitable, is_ahead
 from .channels import Channels
 
-__all__ = ["HALF", "MappedMemory", "SharedMemory", "Slot", "anonymous_memory"]
-
 _MOST_IN_A_HALF = 32  # the signals in flight must fit a socket's buffer
 _SIGNAL = struct.Struct("<qq")  # a number, and the rank's call id
 _MOST_NOTICES = 8  # notices that may be unread at the same time

@@ -17,8 +17,6 @@ from typing import Any
 from ..calls import GroupWaits
 from .memory import MappedMemory, SharedMemory, anonymous_memory
 
-__all__ = ["connect", "host_identity"]
-
 _HELLO = struct.Struct("<16si")
 _SECONDS_TO_MEET = 20.0
 

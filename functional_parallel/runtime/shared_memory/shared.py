@@ -21,8 +21,6 @@ from ..buffers import ConcatReader, DirectOutputs, LazyBucket, Operand, ordered_
 from ..calls import CollectiveSteps
 from .memory import SharedMemory
 
-__all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
-
 ONE_ROUND = 128 << 10  # below this size, adding everything on every rank is cheaper than a second round of signals
 
 

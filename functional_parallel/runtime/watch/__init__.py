@@ -8,14 +8,3 @@ from .connections import recorded
 from .lines import keep_alive
 from .start import START_VARIABLE, launched_store, own_addresses, start_seconds, watch_processes
 from .watch import Watch
-
-__all__ = [
-    "START_VARIABLE",
-    "Watch",
-    "keep_alive",
-    "launched_store",
-    "own_addresses",
-    "recorded",
-    "start_seconds",
-    "watch_processes",
-]

@@ -12,8 +12,6 @@ from typing import Any
 
 from ..calls import Lost
 
-__all__ = ["ADVICE", "Board", "after_leaving"]
-
 _OUT_OF_STEP = ("CallMismatchError", "ReentrantCallError")
 _GRACE = 3.0  # seconds for which a rank waits on a rank that is gone: its message may be in flight
 ADVICE = (

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from ..mpi import MPI_BACKENDS
 
-__all__ = ["recorded", "shut_down"]
-
 _FILES = "/proc/self/fd"
 _made: dict[int, int] = {}  # descriptor → inode: another file may get the number of a closed one
 

@@ -7,8 +7,6 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Line", "keep_alive"]
-
 _MOST = 1 << 20  # bytes of one message
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}  # a lost host is noticed within 22 s
 

@@ -29,8 +29,6 @@ from ..launchers import Launch
 from ..shared_memory import host_identity
 from .watch import Name, Watch, missing_text, report_missing
 
-__all__ = ["START_VARIABLE", "launched_store", "own_addresses", "start_seconds", "watch_processes"]
-
 START_VARIABLE = "FUNCTIONAL_PARALLEL_START_TIMEOUT"
 _SECONDS = 600.0
 _REPORT_EVERY = 30.0

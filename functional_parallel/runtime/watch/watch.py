@@ -17,8 +17,6 @@ from .board import Board, after_leaving
 from .connections import shut_down
 from .lines import Line
 
-__all__ = ["Name", "Watch", "missing_text", "report_missing"]
-
 Name = Callable[[int], str]  # returns a rank's name in messages
 
 _TICK = 1.0

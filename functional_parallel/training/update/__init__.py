@@ -13,19 +13,3 @@ from .update_layout import (
     reduce_gradient,
     shard_for_update,
 )
-
-__all__ = [
-    "FlatPacking",
-    "StepLayout",
-    "as_trained",
-    "at_rest",
-    "find_step_layout",
-    "gather_updated",
-    "global_norm",
-    "into_compute",
-    "reduce_gradient",
-    "require_elementwise",
-    "require_same_structure",
-    "shard_for_update",
-    "warn_of_replicated_state",
-]

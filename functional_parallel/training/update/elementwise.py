@@ -26,8 +26,6 @@ from ...rules import is_elementwise
 from ...tracing import trace
 from .returned import require_same_structure
 
-__all__ = ["Call", "Update", "layer_mismatch", "of_shape", "require_promise_kept", "shard_mismatch", "update_mismatch"]
-
 aten = torch.ops.aten
 T = TypeVar("T")
 

@@ -27,8 +27,6 @@ from .elementwise import Call, Update, of_shape, require_promise_kept, update_mi
 from .partitioned_update import check_elementwise, update_shards
 from .update_layout import at_rest
 
-__all__ = ["FlatBuffers", "FlatPacking", "NoPacking", "require_elementwise"]
-
 T = TypeVar("T")
 
 _VECTOR = 64  # elements: each rank's slice is a multiple, because kernels may round a tail differently

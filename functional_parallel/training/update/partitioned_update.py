@@ -25,8 +25,6 @@ from .elementwise import Update, require_promise_kept, shard_mismatch
 from .returned import require_same_structure
 from .update_layout import filled
 
-__all__ = ["check_elementwise", "update_shards"]
-
 register_rule(ADAMW, "..., ..., ..., ..., , -> ..., ..., ...")  # parameter, gradient, two moments, step, rate
 
 

@@ -16,8 +16,6 @@ from ...optim import Optimizer
 from ...requests import StateRequest, split_state
 from .step_layout import StepLayout
 
-__all__ = ["warn_of_replicated_state"]
-
 _LISTED = 4
 
 

@@ -14,8 +14,6 @@ from ...functions import PyTree
 from ...ir import leaf_signature
 from ..signatures import listed, structure_as_text
 
-__all__ = ["require_same_structure"]
-
 
 def require_same_structure(returned: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Check that new parameters and state have the structure, shapes and dtypes of the old ones, and return them."""

@@ -31,8 +31,6 @@ from .elementwise import layer_mismatch
 from .flat import FlatPacking, NoPacking
 from .update_layout import at_rest
 
-__all__ = ["StepLayout", "find_step_layout"]
-
 
 @dataclass(frozen=True)
 class StepLayout:

@@ -20,17 +20,6 @@ from ...collectives import all_gather, axis_size, pcast, pscatter, psum, psum_sc
 from ...functions import PyTree, SpecTree
 from ...ops import sum_of_squares
 
-__all__ = [
-    "as_trained",
-    "at_rest",
-    "filled",
-    "gather_updated",
-    "global_norm",
-    "into_compute",
-    "reduce_gradient",
-    "shard_for_update",
-]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 from ...functions import PyTree
 from .tables import FP32_OPS, LOSSES, LOW_PRECISION_OPS, PROMOTE_OPS, WIDE_RANGE_OPS, functions_named
 
-__all__ = ["PrecisionMode", "cast", "is_floating"]
-
 Op = Callable[..., PyTree]
 Args = tuple[PyTree, ...]
 Kwargs = dict[str, PyTree]

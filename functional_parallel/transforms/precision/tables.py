@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["FP32_OPS", "LOSSES", "LOW_PRECISION_OPS", "PROMOTE_OPS", "STATISTICS", "WIDE_RANGE_OPS", "functions_named"]
-
 # In low precision.
 LOW_PRECISION_OPS = [
     *("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner"),

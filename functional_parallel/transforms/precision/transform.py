@@ -22,8 +22,6 @@ from ..transform import Transform
 from .mode import PrecisionMode, cast, is_floating
 from .tables import STATISTICS, functions_named
 
-__all__ = ["mixed_precision"]
-
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
