@@ -10,13 +10,14 @@ than 1e-3 in 400 steps.
 `--zero 3` keeps parameters and optimizer state sharded over the data axis. `--precision`, `--remat` and `--accumulate`
 need less memory too. `--sequence-parallel` shards the residual stream over time. An axis `pipe` cuts the model into
 stages: `--mesh pipe=2,data=2 --schedule zb-h1`.
+
+With `--save runs/gpt` a run that was killed goes on when it is started again, also by `torchrun --max-restarts`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,6 @@ import torch
 import functional_parallel as fp
 from sharding_specs import Mesh, split
 
-FILE = "run.pt"
 SHAPES = ("layers", "embed", "heads", "tied")  # what a saved model must have in common with one that goes on
 
 
@@ -53,9 +53,8 @@ def main() -> None:
         clip=1.0,
         reduction="ordered",  # processes add in the order of simulated ranks
     )
-    if args.save:  # a folder that cannot be written shall not be found out at the end
-        Path(args.save).mkdir(parents=True, exist_ok=True)
     state, losses = start(train, params, args)
+    saver = fp.checkpoint.Saver(args.save, every=args.every, keep=2) if args.save else None
     say = print if fp.is_main_rank() else (lambda *_: None)
     say(f"{count(params):,} parameters on {mesh!r}, {len(train_text):,} bytes of text, {len(held_out):,} held out\n")
 
@@ -68,18 +67,22 @@ def main() -> None:
         tokens = corpus.batch(train_text, args.batch, args.time, state.step, args.seed)
         state, metrics = train(state, tokens)
         losses.append(float(metrics.loss))
+        if saver is not None:
+            saver(train, state, extra=run_so_far(losses, args))
         rate = (state.step - first) * args.batch * args.time / (time.perf_counter() - began)
         progress.update(loss=losses[-1], tokens_per_s=rate)
     progress.close()
     elapsed = time.perf_counter() - began
 
-    final, optimizer_state = train.whole(state)  # a collective under torchrun: every rank takes part
+    if saver is not None:
+        saver.wait()
+        if state.step % args.every or state.step == first:
+            train.save(state, args.save, extra=run_so_far(losses, args))
+        say(f"saved step {state.step} to {args.save}")
+    final = train.params(state)  # a collective under torchrun: every rank takes part
     if not fp.is_main_rank():
         return
     score = evaluate(final, held_out, config, args)
-    if args.save:
-        done: dict[str, Any] = {"step": state.step, "losses": losses, "settings": vars(args)}
-        save(Path(args.save), params=final, optimizer_state=optimizer_state, **done)
     reporting.plot(losses, score, Path(args.plot))
     text = gpt.sample(final, torch.tensor(list(b"def ")), args.sample, config)
     print(f"\nsample: {bytes(text.tolist()).decode(errors='replace')}")
@@ -119,27 +122,31 @@ def evaluate(params: Any, held_out: torch.Tensor, config: gpt.Config, args: argp
 
 
 # -----------------------------------------------------------------------------
-# Saving and resuming: one file of whole tensors, whatever mesh, plan and precision wrote it
+# Saving and resuming: checkpoints that any mesh, plan and precision can read
 # -----------------------------------------------------------------------------
 
 
-def save(folder: Path, **run: Any) -> None:
-    """Beside the old file first: one that is half written, by a run that was killed, would be the only one."""
-    torch.save(run, folder / "new.pt")
-    os.replace(folder / "new.pt", folder / FILE)
-    print(f"saved step {run['step']} to {folder / FILE}")
+def run_so_far(losses: list[float], args: argparse.Namespace) -> dict[str, Any]:
+    """What a checkpoint has beside the state."""
+    return {"losses": losses, "settings": vars(args)}
 
 
 def start(train: Any, params: Any, args: argparse.Namespace) -> tuple[Any, list[float]]:
-    """A fresh state, or the saved one."""
-    if args.resume is None:
+    """A saved state: of `--resume`, or of a run that ended before in `--save`. Otherwise a fresh one."""
+    folder = args.resume or args.save
+    try:
+        info = fp.checkpoint.inspect(folder) if folder else None
+    except fp.errors.CheckpointError:
+        if args.resume:
+            raise
+        info = None
+    if info is None:
         return train.init(params), []
-    run = torch.load(Path(args.resume) / FILE)
-    changed = [name for name in SHAPES if run["settings"].get(name) != getattr(args, name)]
+    changed = [name for name in SHAPES if info.extra["settings"].get(name) != getattr(args, name)]
     if changed:
-        told = ", ".join(f"--{name} {run['settings'].get(name)}" for name in changed)
-        raise SystemExit(f"{args.resume} holds a model of {told}: resume with the same")
-    return train.load(run["params"], run["optimizer_state"], run["step"]), run["losses"]
+        told = ", ".join(f"--{name} {info.extra['settings'].get(name)}" for name in changed)
+        raise SystemExit(f"{folder} holds a model of {told}: resume with the same")
+    return train.restore(folder), info.extra["losses"]
 
 
 def count(params: Any) -> int:
@@ -176,8 +183,9 @@ def arguments() -> argparse.Namespace:
         "--explain", choices=("axis", "line", "memory"), default="axis", help="group collectives, or show the memory"
     )
     parser.add_argument("--plot", default="runs/loss.png", help="where the loss plot goes")
-    parser.add_argument("--save", metavar="DIR", help="write parameters, optimizer state and settings at the end")
-    parser.add_argument("--resume", metavar="DIR", help="go on from what --save wrote, on this mesh or another")
+    parser.add_argument("--save", metavar="DIR", help="save checkpoints there; if it has one, go on from it")
+    parser.add_argument("--every", type=int, default=100, help="steps from one checkpoint to the next")
+    parser.add_argument("--resume", metavar="DIR", help="go on from a checkpoint there, on this mesh or another")
     return parser.parse_args()
 
 

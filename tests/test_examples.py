@@ -108,8 +108,8 @@ def test_train_gpt_goes_on_from_what_it_saved(run: Run, tmp_path: Path) -> None:
     saved = run(
         "train_gpt.py", "--mesh", "data=2", "--zero", "3", "--steps", "2", "--save", "kept", *short, cwd=tmp_path
     )
-    assert "saved step 2 to kept/run.pt" in saved
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["run.pt"], "nothing half written is left"
+    assert "saved step 2 to kept" in saved
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [".lock", "step_00000002"]
     on = ["--steps", "3", "--resume", "kept", *short]
     texts = [
         run("train_gpt.py", *options, *on, cwd=tmp_path)

@@ -39,7 +39,7 @@ def losses(rank: int, folder: Path, *options: str) -> torch.Tensor:
             train_gpt.main()
     if rank != 0:
         return torch.zeros(0)
-    return torch.tensor(torch.load(out / train_gpt.FILE)["losses"], dtype=torch.float64)
+    return torch.tensor(train_gpt.fp.checkpoint.inspect(out).extra["losses"], dtype=torch.float64)
 
 
 @cache

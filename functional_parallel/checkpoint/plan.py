@@ -106,7 +106,8 @@ def plan_save(leaves: Sequence[LeafLayout], mesh: Mesh) -> SavePlan:
     every = [(i, j, piece) for i, leaf in enumerate(leaves) for j, piece in enumerate(leaf.pieces)]
     jobs = [(i, j, _Job.of(piece, _bytes(leaves[i], piece, mesh), mesh)) for i, j, piece in every]
     jobs.sort(key=lambda each: (each[2].copies, -int(each[2].sizes.max())))
-    for _ in range(_ROUNDS):  # what was given first is given again, now that the other loads are known
+    kinds = {tuple(job.choices.items()) for _, _, job in jobs if job.copies > 1}
+    for _ in range(_ROUNDS if len(kinds) > 1 else 1):  # the first are given again, now that the other loads are known
         for _, _, job in jobs:
             work.assign(job)
     chosen = {(i, j): job.writers(mesh) for i, j, job in jobs}

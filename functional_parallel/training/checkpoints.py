@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def save_state(
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra={extra!r}: a checkpoint has what JSON can hold ({error})") from None
     peers = peers_of(runtime)
-    leaves = saved_leaves(manager, form, partial(_where, runtime, form, state))
+    leaves, plan = _plan(manager, form, tuple(_where(runtime, form, state, i) for i in range(len(form.specs))))
     numbers = {key: state.handles[index].value for key, index in leaves.numbers.items()}
     for key, value in numbers.items():
         if not isinstance(value, (bool, int, float)):
@@ -88,13 +87,26 @@ def save_state(
     def shard(index: int, rank: int) -> torch.Tensor:
         return runtime.shard_of(state.handles[index], form.specs[index], rank)
 
-    contents = Contents(plan_save(leaves.tensors, manager.mesh), shard, numbers, body)
+    contents = Contents(plan, shard, numbers, body)
     return begin_save(peers, Path(path), contents, keep=keep, snapshot=later)
 
 
+def _plan(manager: StateManager, form: StateLayout, where: tuple[Where, ...]) -> tuple[SavedLeaves, SavePlan]:
+    """Return the leaves of a state and the plan to save them, which are computed once."""
+    if (form, where) not in manager.plans:
+        leaves = saved_leaves(manager, form, where.__getitem__)
+        manager.plans[form, where] = leaves, plan_save(leaves.tensors, manager.mesh)
+    found: tuple[SavedLeaves, SavePlan] = manager.plans[form, where]
+    return found
+
+
 def _where(runtime: Runtime[Any, Any], form: StateLayout, state: TrainState, index: int) -> Where:
-    owners = tuple((axis, (rank,)) for axis, rank in form.specs[index].owner.items())
-    return (*owners, *runtime.where(state.handles[index]))
+    handle = state.handles[index]
+    return _owners(form, index) + (() if isinstance(handle, StaticLeaf) else runtime.where(handle))
+
+
+def _owners(form: StateLayout, index: int) -> Where:
+    return tuple((axis, (rank,)) for axis, rank in form.specs[index].owner.items())
 
 
 def _reduction(manager: StateManager, runtime: Runtime[Any, Any]) -> str:
@@ -266,7 +278,7 @@ class _Restore:
         return program if is_chain else None
 
     def _where(self, index: int) -> Where:
-        owners = tuple((axis, (rank,)) for axis, rank in self.form.specs[index].owner.items())
+        owners = _owners(self.form, index)
         plan = pipeline_of(self.manager.f.layout)
         if self.program is None or plan is None:
             return owners

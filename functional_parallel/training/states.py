@@ -53,6 +53,7 @@ class StateManager(ABC):
         self._known: set[StateLayout] = set()
         self._latest: dict[StateLayout, Any] = {}  # programs
         self.batch_signature: Any = None  # shapes of the last batch, as JSON
+        self.plans: dict[Any, Any] = {}  # of checkpoints
 
     @abstractmethod
     def lower_for(self, form: StateLayout, batch: tuple[PyTree, ...], held: tuple[PyTree, PyTree]) -> Any:
