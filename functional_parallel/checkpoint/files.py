@@ -93,6 +93,7 @@ class ShardFile:
     def __init__(self, path: Path, info: FileInfo | None = None, algorithm: str = "crc32") -> None:
         self.path, self._sums, self._new = path, None if info is None else info.sums, hasher(algorithm)
         self._last: tuple[int, memoryview] = (-1, memoryview(b""))
+        self._memory = torch.empty(0, dtype=torch.uint8)
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -131,19 +132,27 @@ class ShardFile:
             DamagedCheckpointError: if its checksum is wrong.
         """
         if self._last[0] != number:
-            begin = number * BLOCK
-            data = memoryview(os.pread(self._file, BLOCK, begin))
-            if self._sums is not None and self._sum(data) != self._sums[number]:
-                raise DamagedCheckpointError(
-                    f"{self.path}: bytes {begin:,} to {begin + len(data):,} are damaged: their checksum is wrong"
-                )
+            data = memoryview(os.pread(self._file, BLOCK, number * BLOCK))
+            self._verify(number, data)
             self._last = (number, data)
         return self._last[1]
 
-    def _sum(self, data: memoryview) -> str:
+    def _verify(self, number: int, data: memoryview) -> None:
+        if self._sums is None:
+            return
         made = self._new()
         made.update(data)
-        return made.hexdigest()
+        if made.hexdigest() != self._sums[number]:
+            begin = number * BLOCK
+            raise DamagedCheckpointError(
+                f"{self.path}: bytes {begin:,} to {begin + len(data):,} are damaged: their checksum is wrong"
+            )
+
+    def _stage(self, size: int) -> torch.Tensor:
+        """Return memory for one box, which is used again for the next one."""
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size]
 
     def verify(self) -> None:
         """Read all blocks."""
@@ -161,11 +170,17 @@ class ShardFile:
         begin, end = entry.begin + first * size, entry.begin + (first + span) * size
         is_run = span == common.numel
         direct = is_run and target.is_contiguous() and target.dtype == entry.dtype and target.device.type == "cpu"
-        stage = target if direct else torch.empty(span, dtype=entry.dtype)
+        stage = target if direct else self._stage(span * size).view(entry.dtype)
         memory = bytes_of(stage)
         for number in self._needed(begin, end, common, strides, size):
             low, high = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
-            memory[low - begin : high - begin] = self.block(number)[low - number * BLOCK : high - number * BLOCK]
+            part = memory[low - begin : high - begin]
+            if len(part) == BLOCK and self._last[0] != number:
+                if os.preadv(self._file, [part], low) != BLOCK:
+                    raise DamagedCheckpointError(f"{self.path}: the file was cut while it was read")
+                self._verify(number, part)
+            else:
+                part[:] = self.block(number)[low - number * BLOCK : high - number * BLOCK]
         if not direct:
             target.copy_(stage.as_strided(common.size, strides))
 

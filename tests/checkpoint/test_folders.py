@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -69,6 +70,12 @@ def test_a_run_that_lost_its_folder_does_not_commit(train: Any, tmp_path: Path) 
     (tmp_path / ".lock").write_text("process 1 on elsewhere, run other")  # where locks do not work
     with pytest.raises(CheckpointError, match=r"another run has taken this folder over .process 1 on elsewhere"):
         train.save(train.init(PARAMS), tmp_path)
+
+
+def test_a_folder_that_was_removed_is_made_again(train: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        train.save(train.init(PARAMS), tmp_path / "run")
+        shutil.rmtree(tmp_path / "run")
 
 
 class _Full(Disk):

@@ -1,0 +1,177 @@
+"""Time of saving and restoring a state on two processes, beside a plain write of the same bytes and torch's DCP.
+
+    python benchmarks/checkpoints.py [--mebibytes 512] [--rounds 9] [--folder DIR]
+
+Contestants take turns in the same processes. A time is that of the slower rank. It prints medians, and in brackets the
+lowest and the highest time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+ROWS, COLUMNS = 2048, 4096
+STEPS = 12
+
+Times = dict[str, list[float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mebibytes", type=int, default=512, help="of the state, over both ranks")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", help="on the disk to measure; a temporary one by default")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        found = fp.launch(measured, 2, args.mebibytes, args.rounds, folder)[0]
+    for name, times in found.items():
+        low, middle, high = min(times), statistics.median(times), max(times)
+        print(f"{name:44} {middle:7.3f} s  [{low:.3f} {high:.3f}]")
+    median = {name: statistics.median(times) for name, times in found.items()}
+    extra = {name: median[name] - median["steps"] for name in found if name.endswith("and steps")}
+    for name, peer in (
+        ("save", "plain write and fsync"),
+        ("save", "DCP save"),
+        ("restore onto another split, verified", "DCP HuggingFaceStorageReader, no checksums"),
+    ):
+        print(f"{name} ÷ {peer}: {median[name] / median[peer]:.2f}")
+    print(
+        f"extra time, asynchronous ÷ synchronous: {extra['asynchronous save and steps'] / extra['save and steps']:.2f}"
+    )
+    print(f"extra time, DCP async ÷ DCP: {extra['DCP async save and steps'] / extra['DCP save and steps']:.2f}")
+    print(f"longest stall of an asynchronous save: {max(found['asynchronous save, stall']):.3f} s")
+
+
+def measured(mebibytes: int, rounds: int, folder: str) -> Times:
+    warnings.simplefilter("ignore")
+    return Bench(mebibytes, Path(folder)).times(rounds)
+
+
+def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return (x @ params["w0"][:, :256]).square().mean()
+
+
+class Bench:
+    """The contestants on one rank."""
+
+    def __init__(self, mebibytes: int, folder: Path) -> None:
+        self.folder, count = folder, max(1, mebibytes * 2**20 // (ROWS * COLUMNS * 4))
+        names = [f"w{index}" for index in range(count)]
+        self.train = fp.train_step(loss, fp.optim.sgd(1e-3), Mesh(data=2), fp.zero(3, "data"))
+        self.other = fp.train_step(
+            loss, fp.optim.sgd(1e-3), Mesh(data=2), fp.tensor_parallel("data", {"*": P(None, "data")})
+        )
+        generator = torch.Generator().manual_seed(0)
+        full = {name: torch.randn(ROWS, COLUMNS, generator=generator) for name in names}
+        self.state = self.train.init(full)
+        del full
+        self.rank, self.x = fp.rank(), torch.ones(256, ROWS)
+        mesh = init_device_mesh("cpu", (2,))
+        shards = [handle for handle in self.state.handles if isinstance(handle, torch.Tensor) and handle.ndim == 2]
+        self.parts = {name: shard.clone() for name, shard in zip(names, shards, strict=True)}
+        self.by_rows = {name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in self.parts.items()}
+        self.by_columns = {
+            name: DTensor.from_local(torch.empty(ROWS, COLUMNS // 2), mesh, [Shard(1)]) for name in names
+        }
+        self.stalls: list[float] = []
+
+    def times(self, rounds: int) -> Times:
+        self.steps()
+        self.train.save(self.state, self.folder / "kept")
+        kept = self.folder / "kept" / f"step_{self.state.step:08d}" / "params"
+        contestants: dict[str, Callable[[], None]] = {
+            "plain write and fsync": self.plain,
+            "save": self.save,
+            "DCP save": self.dcp,
+            "restore onto another split, verified": lambda: self.restore(self.folder / "kept"),
+            "DCP HuggingFaceStorageReader, no checksums": lambda: self.dcp_load(kept),
+            "steps": self.steps,
+            "save and steps": lambda: (self.save(), self.steps())[0],
+            "asynchronous save and steps": self.asynchronous,
+            "DCP save and steps": lambda: (self.dcp(), self.steps())[0],
+            "DCP async save and steps": self.dcp_asynchronous,
+        }
+        found: Times = {name: [] for name in contestants}
+        for number in range(rounds + 1):  # the first round warms up
+            for place in range(len(contestants)):
+                name = list(contestants)[(place + number) % len(contestants)]
+                found[name].append(self.time(contestants[name]))
+                self.clean()
+        found["asynchronous save, stall"] = self.stalls
+        return {name: times[1:] for name, times in found.items()}
+
+    def time(self, run: Callable[[], None]) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        run()
+        elapsed = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+        return float(elapsed)
+
+    def clean(self) -> None:
+        dist.barrier()
+        if self.rank == 0:
+            for each in self.folder.iterdir():
+                if each.name != "kept":
+                    shutil.rmtree(each)
+            os.sync()
+        dist.barrier()
+
+    # --- contestants ---
+
+    def plain(self) -> None:
+        (self.folder / "plain").mkdir(exist_ok=True)
+        with open(self.folder / "plain" / str(self.rank), "wb", buffering=0) as file:
+            for part in self.parts.values():
+                file.write(part.numpy())
+            os.fsync(file.fileno())
+
+    def save(self) -> None:
+        self.train.save(self.state, self.folder / "ours")
+
+    def asynchronous(self) -> None:
+        began = time.perf_counter()
+        with fp.checkpoint.Saver(self.folder / "saver") as saver:
+            saver(self.train, self.state)
+            self.stalls.append(time.perf_counter() - began)
+            self.steps()
+
+    def restore(self, path: Path) -> None:
+        self.other.restore(path)
+
+    def steps(self) -> None:
+        for _ in range(STEPS):
+            self.state, _ = self.train(self.state, self.x)
+
+    def dcp(self) -> None:
+        dcp.save(self.by_rows, storage_writer=dcp.FileSystemWriter(self.folder / "dcp"))
+
+    def dcp_asynchronous(self) -> None:
+        future: Any = dcp.async_save(self.by_rows, storage_writer=dcp.FileSystemWriter(self.folder / "dcp"))
+        self.steps()
+        future.result()
+
+    def dcp_load(self, path: Path) -> None:
+        dcp.load(self.by_columns, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+
+
+if __name__ == "__main__":
+    main()
