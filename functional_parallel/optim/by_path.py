@@ -133,7 +133,7 @@ class _ByPath:
         for pattern in self.patterns:
             if pattern not in first and not isinstance(pattern, optional) and pattern != "*":
                 why = "patterns before it match all that it matches; move it up"
-                if not any(matches(pattern, path) for path in paths):
+                if not any(_matches(pattern, path) for path in paths):
                     why = f"it matches none; the nearest paths are {', '.join(nearest(pattern, paths))}"
                 raise ValueError(f"by_path: {pattern!r} is the first match of no parameter: {why}")
         return [each for each in first if each is not None]

@@ -184,3 +184,16 @@ def test_layers_of_an_argument_that_is_not_contiguous(name: str, plan: Callable[
     x = (numbers(4, 4, 4).sin() * 2).transpose(1, 2)
     loss = lambda w, x: (LAYERS[name](x, w) * w.sum() + LAYERS[name](x * w, w)).pow(2).sum()  # noqa: E731
     fp.testing.assert_equivalent(loss, plan, MESH, numbers(4) / 4, x)
+
+
+def test_one_tensor_as_gradient_and_operand() -> None:
+    """`log_sigmoid_backward(x, x, buffer)`, as a gradient of `x * logsigmoid(x)` may have it."""
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        scaled = x * w
+        _, buffer = torch.ops.aten.log_sigmoid_forward(scaled)
+        return torch.ops.aten.log_sigmoid_backward(scaled, scaled, buffer).sum()
+
+    w, x = torch.ones(4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    found = fp.compile(fp.data_parallel("data")(f), Mesh(data=2))(w, x)
+    torch.testing.assert_close(found, f(w, x))

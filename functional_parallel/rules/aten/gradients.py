@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from ...ir import info
+from ...ir import info, tensor_operands
 from ..op_context import OpContext
 from ..registry import Rule, rule
 from ..texts import all_whole_text, batched_text, linear_text, ndim_of, pattern, pointwise_text
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 def _with_buffer_text(node: fx.Node) -> str:
     """Rule of `log_sigmoid_backward(gradient, x, buffer)`. The buffer is empty on some devices."""
-    _, x, buffer = (info(operand).aval.shape for operand in node.all_input_nodes)
+    _, x, buffer = (info(operand).aval.shape for operand in tensor_operands(node))
     return "~..., ..., ... -> ..." if x == buffer else all_whole_text(node)
 
 
