@@ -1,5 +1,6 @@
 """Names that the snippets of the migration page use. The page shows these lines."""
 
+import tempfile
 from functools import partial
 
 import torch
@@ -51,3 +52,4 @@ def loss(params, x, y):
 adamw = fp.optim.adamw(1e-2)
 train = fp.train_step(loss, adamw, mesh, plan)
 state = train.init(params)
+folder = tempfile.mkdtemp()

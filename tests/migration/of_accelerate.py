@@ -162,9 +162,9 @@ ROWS = [
     ),
     Row(
         'accelerator.save_state("folder")\naccelerator.load_state("folder")',
-        "saved = (*step.train.whole(step.state), step.state.step)\nstep.state = step.train.load(*saved)\nstep(x, y)",
+        "step.train.save(step.state, folder)\nstep.state = step.train.restore(folder)\nstep(x, y)",
         first_loss,
-        "`torch.save(saved, file)` on one rank. Any mesh and plan can load it.",
+        "Every process calls both. Any mesh and plan can restore it.",
     ),
     Row(
         'accelerator.is_main_process\naccelerator.print("text")',

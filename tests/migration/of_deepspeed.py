@@ -188,9 +188,9 @@ ROWS = [
     ),
     Row(
         'engine.save_checkpoint("folder")',
-        "saved = (*train.whole(state), state.step)  # for torch.save\ntrain.load(*saved)",
+        "train.save(state, folder)\ntrain.restore(folder)",
         lambda loaded: loaded.step == 0,
-        "`whole` is a collective. One rank writes the file.",
+        "Every process calls both. Any mesh and plan can restore it.",
     ),
     Row(
         '"zero_allow_untested_optimizer": true',

@@ -208,8 +208,8 @@ ROWS = [
     ),
     Row(
         'dcp.save({"model": state_dict}, checkpoint_id="folder")',
-        "saved = (*train.whole(state), state.step)  # for torch.save\ntrain.load(*saved)",
+        "train.save(state, folder)\ntrain.restore(folder)",
         lambda loaded: loaded.step == 0,
-        "One file of full tensors, which any mesh reads.",
+        "Each rank writes its shards, and any mesh and plan can restore them.",
     ),
 ]

@@ -283,5 +283,11 @@ ROWS = [
     Row("--fp8-format hybrid", limit="FP8"),
     Row("--optimizer-cpu-offload", limit="offloading"),
     Row("--tp-comm-overlap", limit="overlap of a matrix product with its own collective"),
-    Row("--async-save", limit="checkpoints in the background"),
+    Row(
+        "--async-save",
+        "saver = fp.checkpoint.Saver(folder, every=100, keep=3)\nsaver(train, state)\nsaver.wait()\n"
+        "train.restore(folder)",
+        lambda loaded: loaded.step == 0,
+        "A thread of each rank writes while the steps go on.",
+    ),
 ]
