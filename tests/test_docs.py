@@ -28,7 +28,8 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_a_page_runs(page: Path) -> None:
+def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__page__"}
     runner = doctest.DocTestRunner()
     report: list[str] = []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import doctest
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,8 +41,9 @@ ONLY_SIMULATED = {
 }
 
 
-def run_blocks(rank: int, page: Path, chosen: list[int]) -> dict[int, str]:
-    """Run the chosen blocks of a page; return the report of each, by the line on which it starts."""
+def run_blocks(rank: int, page: Path, chosen: list[int], folder: str) -> dict[int, str]:
+    """Run the chosen blocks of a page in a folder; return the report of each, by the line on which it starts."""
+    os.chdir(folder)
     names: dict[str, object] = {"__name__": "__page__"}
     runner = doctest.DocTestRunner()
     reports: dict[int, str] = {}
@@ -63,7 +66,8 @@ def run_blocks(rank: int, page: Path, chosen: list[int]) -> dict[int, str]:
 
 def first_failures(page: Path, chosen: list[int], world_size: int) -> dict[int, str]:
     """Run blocks on processes; return the report of the first rank where each of those that fail does."""
-    ranks = run_on_processes(run_blocks, world_size, page, chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_on_processes(run_blocks, world_size, page, chosen, folder)
     reports = {line: [found[line] for found in ranks] for line in chosen}
     return {
         line: next(f"rank {rank} of {world_size}: {text}" for rank, text in enumerate(each) if text)

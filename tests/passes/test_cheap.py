@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.ir import Traced, info
+from functional_parallel.ir import info
 from functional_parallel.passes import cheap
 from sharding_specs import Mesh, optional, split
 
@@ -42,7 +43,8 @@ def no_value_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def of_what(monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished program forgets of which values its copies are."""
-    monkeypatch.setattr(Traced, "settle", lambda self: None)
+    lower = importlib.import_module("functional_parallel.lowering.lower")  # the package has a function of this name
+    monkeypatch.setattr(lower, "forget_rewrites", lambda graph: None)
 
 
 def parameters(kinds: list[str]) -> Any:
