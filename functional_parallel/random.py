@@ -22,7 +22,7 @@ import torch
 from . import _torch
 from .collectives import DimSplit, axis_index, axis_size
 from .errors import RandomKeyError
-from .ir import register_differentiable
+from .ir import define_op
 from .tracing import intercept, intercept_op
 
 __all__ = ["dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
@@ -205,10 +205,6 @@ def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tupl
     return x * kept / (1 - p) if p < 1 else x * 0, kept
 
 
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits) -> Tensor")
-
-
 def _uniform(
     like: torch.Tensor, key: torch.Tensor, shape: Sequence[int], axes: Sequence[str], splits: Sequence[int]
 ) -> torch.Tensor:
@@ -248,10 +244,6 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-_library.impl("uniform", lambda *args: _uniform(*args).contiguous(), "CompositeExplicitAutograd")
-torch.library.register_fake("fp::uniform", lambda like, key, *_: like.new_empty(key.shape + like.shape), lib=_library)
-
-
 def _vmap(
     info: _torch.VmapInfo,
     in_dims: Sequence[int | None],
@@ -266,6 +258,10 @@ def _vmap(
     return OP(one, keys, *where), None if of_key is None else 0
 
 
-torch.library.register_vmap("fp::uniform", _vmap, lib=_library)
-OP = torch.ops.fp.uniform.default
-register_differentiable(OP, _uniform)
+OP = define_op(
+    "uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits) -> Tensor",
+    lambda *args: _uniform(*args).contiguous(),
+    lambda like, key, *_: like.new_empty(key.shape + like.shape),
+    _uniform,
+)
+torch.library.register_vmap("fp::uniform", _vmap)

@@ -14,13 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 from ..collectives import keeping_grad_mode
-from ..ir import register_differentiable
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("straight_through(Tensor x, Tensor value) -> Tensor")
-_library.impl("straight_through", lambda x, value: value.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake("fp::straight_through", lambda x, value: torch.empty_like(value), lib=_library)
-OP = torch.ops.fp.straight_through.default
+from ..ir import define_op
 
 
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
@@ -64,4 +58,9 @@ class _StraightThrough(torch.autograd.Function):
 
 
 _apply: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply
-register_differentiable(OP, straight_through)
+OP = define_op(
+    "straight_through(Tensor x, Tensor value) -> Tensor",
+    lambda x, value: value.clone(),
+    lambda x, value: torch.empty_like(value),
+    straight_through,
+)

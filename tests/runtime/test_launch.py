@@ -200,7 +200,7 @@ def waiting_forever(folder: Path) -> None:
 
 
 def appeared(folder: Path, number: int) -> list[int]:
-    end = time.monotonic() + 250  # a loaded machine
+    end = time.monotonic() + 60
     while len(found := [int(path.name) for path in folder.iterdir()]) < number:
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -226,10 +226,14 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
                 time.sleep(0.02)
 
     thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore interrupts
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        fp.launch(waiting_forever, 2, tmp_path)
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fp.launch(waiting_forever, 2, tmp_path)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(ranks) == 2 and all(map(is_gone, ranks))
 
 

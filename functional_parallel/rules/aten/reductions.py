@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from ... import collectives as fp
-from ...ir import argument, info, operands_of
+from ...ir import argument, info, operands_of, reached
 from ..duplicates import reduction_identity
 from ..op_context import OpContext
 from ..registry import Rule, rule
@@ -124,15 +124,8 @@ def _local_extremum(step: OpContext, x: Tensor, dims: int | Sequence[int] = (), 
 
 def _is_detached(node: fx.Node) -> bool:
     """Whether no gradient passes through `node`, because every path from an input to it has a `detach`."""
-    pending, seen = [node], {node}
-    while pending:
-        each = pending.pop()
-        if each.op == "placeholder":
-            return False
-        operands = [] if each.target is aten.detach.default else operands_of(each)
-        pending += [operand for operand in operands if operand not in seen]
-        seen.update(operands)
-    return True
+    before = reached([node], lambda each: [] if each.target is aten.detach.default else operands_of(each))
+    return all(each.op != "placeholder" for each in before)
 
 
 rule([aten.sum.dim_IntList, aten.sum.default], Rule(_reduction_text("+", "~")))

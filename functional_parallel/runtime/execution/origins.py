@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ...functions import PyTree
-from ...ir import Traced, operands_of, source_of, walk_args
+from ...ir import Traced, operands_of, reached, source_of, walk_args
 
 Handle = TypeVar("Handle")
 
@@ -79,18 +79,12 @@ class Recorded:
         return value
 
     def _origin(self) -> fx.Node | None:
-        bad, sources = self._bad(), list[fx.Node]()
-        waiting = [out for out in self.traced.outputs if isinstance(out, fx.Node)]
-        seen: set[fx.Node] = set()
-        while waiting:
-            node = waiting.pop()
-            if node in seen or node not in bad:
-                continue
-            seen.add(node)
-            operands = [operand for operand in operands_of(node) if operand in bad]
-            waiting += operands
-            if not operands and node.op == "call_function":
-                sources.append(node)
+        bad = self._bad()
+        before = reached(
+            [out for out in self.traced.outputs if out in bad],
+            lambda node: [operand for operand in operands_of(node) if operand in bad],
+        )
+        sources = {node for node in before if node.op == "call_function" and bad.isdisjoint(operands_of(node))}
         return next((node for node in self.traced.graph.nodes if node in sources), None)
 
     def _bad(self) -> set[fx.Node]:
