@@ -54,6 +54,11 @@ def candidates(path: Path, step: int | None = None) -> list[Path]:
     return wanted
 
 
+def temporary(folder: Path, step: int, nonce: str) -> Path:
+    """Return the folder in which a checkpoint is written until it is complete."""
+    return folder / f"step_{step:08d}.tmp-{nonce}"
+
+
 class RunFolder:
     """The folder in which one run writes. Only the process of rank 0 has one.
 
@@ -118,12 +123,10 @@ class RunFolder:
         """Return the folder of a committed step."""
         return self.path / f"step_{step:08d}"
 
-    def begin(self, step: int, nonce: str) -> Path:
+    def begin(self, step: int, nonce: str) -> None:
         """Create the temporary folder of a checkpoint."""
-        made = self.path / f"step_{step:08d}.tmp-{nonce}"
         for kind in ("params", "optimizer"):
-            self.disk.make_folder(made / kind)
-        return made
+            self.disk.make_folder(temporary(self.path, step, nonce) / kind)
 
     def commit(self, made: Path, step: int, nonce: str, text: bytes) -> None:
         """Write `checkpoint.json`, wait until everything is safe, and rename the folder."""

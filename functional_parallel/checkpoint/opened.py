@@ -53,6 +53,8 @@ class Checkpoint:
             raise DamagedCheckpointError(f"{path / NAME}: {error}") from None
         try:
             self.plan = replace(plan_from_json(self.body), name=str(path / NAME))
+            self.mesh = self.plan.mesh
+            self.leaves = {f"{leaf.kind}/{leaf.key}": LeafInfo(leaf.shape, leaf.dtype) for leaf in self.plan.leaves}
             self.step, self.nonce = int(self.body["step"]), str(self.body["nonce"])
             self.extra: dict[str, Any] = self.body["extra"]
             self.data_position: Any = position_of(self.body["data_position"])
@@ -81,16 +83,6 @@ class Checkpoint:
             rows.append((name, str(leaf.shape), str(leaf.dtype).removeprefix("torch.")))
         rows += [(name, "number", repr(value)) for name, value in self.numbers.items()]
         return "\n".join([*lines, *columns(rows)] if rows else lines)
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the run that saved it."""
-        return self.plan.mesh
-
-    @property
-    def leaves(self) -> dict[str, LeafInfo]:
-        """Shape and dtype of each tensor, by kind and key."""
-        return {f"{leaf.kind}/{leaf.key}": LeafInfo(leaf.shape, leaf.dtype) for leaf in self.plan.leaves}
 
     def verify(self) -> None:
         """Read every byte and compare the checksums. Check that the boxes in the files are those of every leaf.

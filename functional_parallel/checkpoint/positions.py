@@ -39,9 +39,7 @@ def position_to_json(data: Any, peers: Peers) -> Any:
 
 def position_of(saved: Any) -> Any:
     """Return what `position_to_json` wrote: an `fp.Position`, the states of loaders by process, or None."""
-    if isinstance(saved, dict) and saved.keys() == {"epoch", "batch"}:
-        return Position(int(saved["epoch"]), int(saved["batch"]))
-    return saved
+    return Position(**saved) if isinstance(saved, dict) and "epoch" in saved else saved
 
 
 def load_position(saved: Any, data: Any, peers: Peers) -> None:

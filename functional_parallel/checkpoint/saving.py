@@ -12,16 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import CheckpointError
 from .disk import Disk
 from .files import FileInfo, write_files
-from .folder import RunFolder
+from .folder import RunFolder, temporary
 from .format import VERSION, encode, plan_to_json
 from .peers import Peers
 from .plan import SavePlan, WriteItem
@@ -57,7 +58,7 @@ class Save:
 
     peers: Peers
     disk: Disk
-    folder: Path
+    made: Path  # the temporary folder
     step: int
     nonce: str
     text: Callable[[dict[str, FileInfo]], bytes]
@@ -72,7 +73,7 @@ class Save:
         try:
             files: dict[str, FileInfo] = {}
             for rank, items, tensors in self.work:
-                files |= write_files(self.disk, self._made, rank, items, tensors, self.algorithm)
+                files |= write_files(self.disk, self.made, rank, items, tensors, self.algorithm)
             self.work = []
             self._report(files)
         except Exception as error:
@@ -105,14 +106,10 @@ class Save:
         except CheckpointError:
             if self.peers.rank == 0:  # nobody writes there any more
                 with suppress(OSError):
-                    self.disk.remove(self._made)
+                    self.disk.remove(self.made)
             raise
 
     # --- reports ---
-
-    @property
-    def _made(self) -> Path:
-        return self.folder / f"step_{self.step:08d}.tmp-{self.nonce}"
 
     def _report(self, files: dict[str, FileInfo]) -> None:
         store = self.peers.store
@@ -131,8 +128,8 @@ class Save:
         store.set(self._key("done"), "")
 
     def _commit(self, files: dict[str, FileInfo]) -> None:
-        run = RunFolder.of(self.disk, self.folder, self.nonce)
-        run.commit(self._made, self.step, self.nonce, self.text(files))
+        run = RunFolder.of(self.disk, self.made.parent, self.nonce)
+        run.commit(self.made, self.step, self.nonce, self.text(files))
         if self.keep is not None:
             run.keep(self.keep, self.nonce)
 
@@ -197,9 +194,8 @@ def begin_save(
             not share it.
     """
     disk, step = disk or Disk(), int(contents.body["step"])
-    nonce, problem = "", ""
+    nonce, problem = secrets.token_hex(8), ""
     if peers.rank == 0:
-        nonce = secrets.token_hex(8)
         try:
             RunFolder.of(disk, folder, nonce).begin(step, nonce)
         except (OSError, CheckpointError) as error:
@@ -207,6 +203,9 @@ def begin_save(
     (nonce, problem), *_ = peers.exchange((nonce, problem), "before a checkpoint")
     if problem:
         raise CheckpointError(problem)
+    made = temporary(folder, step, nonce)
+    if peers.size > 1 and peers.store is None:  # of a backend without one, such as MPI
+        peers = replace(peers, store=dist.FileStore(str(folder / f".reports-{nonce}"), peers.size))
     algorithm = default_algorithm()
     work = []
     for rank in peers.ranks:
@@ -219,11 +218,10 @@ def begin_save(
         whole = {**body, **contents.body, **plan_to_json(contents.plan), "numbers": contents.numbers, "files": named}
         return encode(whole, algorithm)
 
-    save = Save(peers, disk, folder, step, nonce, text, work, algorithm, keep)
-    found = (save._made / "params").is_dir()
-    host = f"{os.uname().nodename} does not see {save._made}: the folder of checkpoints must be shared by all hosts"
+    found = (made / "params").is_dir()
+    host = f"{os.uname().nodename} does not see {made}: the folder of checkpoints must be shared by all hosts"
     peers.agree("" if found else host, "before a checkpoint")
-    return save
+    return Save(peers, disk, made, step, nonce, text, work, algorithm, keep)
 
 
 def _copied(

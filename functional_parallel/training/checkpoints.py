@@ -80,7 +80,7 @@ def save_state(
         "loss_scale": _loss_scale(manager, form, state),
         "data_position": position_to_json(data, peers),
         "extra": extra,
-        "tree": _tree(leaves.params),
+        "tree": tree_to_json(optree.tree_structure(leaves.params).unflatten(tree_keys(leaves.params)), str),
         "batch": manager.batch_signature,
     }
 
@@ -120,14 +120,8 @@ def _loss_scale(manager: StateManager, form: StateLayout, state: TrainState) -> 
     _, indices = form.trees(list(range(len(state.handles))))
     for each, held in zip(manager.requests, split_state(indices, manager.requests)[1], strict=True):
         if isinstance(each, ScaleLoss):
-            index = held.scale
-            whole = manager.runtime_for(state).whole(state.handles[index], form.specs[index], state.whose)
-            return float(whole)
+            return float(manager.runtime_for(state).whole(state.handles[held.scale], form.specs[held.scale]))
     return None
-
-
-def _tree(params: PyTree) -> Any:
-    return tree_to_json(optree.tree_structure(params).unflatten(tree_keys(params)), lambda key: key)
 
 
 # --- restore ---

@@ -202,3 +202,21 @@ def test_arguments(train: Any, tmp_path: Path) -> None:
         train.save(state, tmp_path, extra={"x": torch.ones(1)})
     with pytest.raises(TypeError, match=r"give the fp.Position"):
         train.save(state, tmp_path, data=3)
+
+
+def without_a_store(rank: int, folder: str) -> list[str]:
+    from functional_parallel.runtime import ProcessRuntime
+
+    ProcessRuntime.store = property(lambda self: None)  # type: ignore[assignment,method-assign]
+    train = step_of(Mesh(data=2))
+    state = train.init(PARAMS)
+    train.save(state, folder)
+    with fp.checkpoint.Saver(folder) as saver:
+        saver(train, train(state, torch.ones(2, 4))[0])
+    return [str(train.restore(folder).step), *steps(Path(folder))]
+
+
+def test_ranks_without_a_store_report_through_a_file(tmp_path: Path) -> None:
+    """As with MPI."""
+    for found in run_on_processes(without_a_store, 2, str(tmp_path)):
+        assert found[0] == "1" and {"step_00000000", "step_00000001"} <= set(found)
