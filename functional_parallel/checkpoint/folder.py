@@ -8,6 +8,7 @@ not there.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -60,11 +61,7 @@ def temporary(folder: Path, step: int, nonce: str) -> Path:
 
 
 class RunFolder:
-    """The folder in which one run writes. Only the process of rank 0 has one.
-
-    Raises:
-        CheckpointError: if another run writes there, or the folder cannot be written.
-    """
+    """The folder in which one run writes; another run is refused. Only the process of rank 0 has one."""
 
     _open: ClassVar[dict[Path, RunFolder]] = {}
 
@@ -93,16 +90,15 @@ class RunFolder:
     def _taken(self) -> int:
         lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(lock, 4096).decode(errors="replace")
-            os.close(lock)
-            raise CheckpointError(
-                f"{self.path}: another run writes checkpoints here ({owner or 'it has just started'}): end it, or "
-                "save to another folder"
-            ) from None
-        except OSError:  # a file system without locks: `require_own` still detects a second run
-            pass
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process; forks do not have it
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                owner = os.read(lock, 4096).decode(errors="replace")
+                os.close(lock)
+                raise CheckpointError(
+                    f"{self.path}: another run writes checkpoints here ({owner or 'it has just started'}): end it, or "
+                    "save to another folder"
+                ) from None  # without locks in the file system, `require_own` still detects a second run
         os.truncate(lock, 0)
         os.pwrite(lock, self._owner().encode(), 0)
         return lock
@@ -112,10 +108,12 @@ class RunFolder:
 
     def require_own(self) -> None:
         """Check that no other run has taken the folder over."""
-        try:
-            owner = (self.path / _LOCK).read_text(errors="replace")
+        lock = self.path / _LOCK
+        try:  # closing any descriptor of the file would release the lock
+            mine = lock.stat().st_ino == os.fstat(self._lock).st_ino
+            owner = os.pread(self._lock, 4096, 0).decode(errors="replace") if mine else lock.read_text(errors="replace")
         except OSError as error:
-            raise CheckpointError(f"{self.path / _LOCK}: {error.strerror}") from error
+            raise CheckpointError(f"{lock}: {error.strerror}") from error
         if owner != self._owner():
             raise CheckpointError(f"{self.path}: another run has taken this folder over ({owner}): save to another one")
 
