@@ -11,7 +11,7 @@ import torch
 import functional_parallel as fp
 from sharding_specs import Mesh, P
 
-__all__ = ["BATCH", "PARAMS", "PLANS", "loss", "same", "train_of"]
+__all__ = ["ALONE", "BATCH", "PARAMS", "PLANS", "loss", "same", "train_of"]
 
 Params = dict[str, Any]
 
@@ -39,6 +39,11 @@ PLANS: dict[str, tuple[Mesh, Any]] = {
     "pipeline of four": (Mesh(pipe=4), _pipe("gpipe")),
     "interleaved, zero 3": (Mesh(pipe=2, data=2), fp.chain(fp.zero(3, "data"), _pipe("interleaved"))),
 }
+ALONE: dict[str, tuple[Mesh, Any]] = {  # their states are restored onto their own plan only
+    "local SGD": (Mesh(data=2), fp.local_sgd("data", inner=2)),
+    "DiLoCo": (Mesh(data=2), fp.diloco("data", inner=2)),
+    "PipeDream": (Mesh(pipe=2), _pipe("pipedream")),
+}
 BATCH = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -59,8 +64,9 @@ def loss(p: Params, x: torch.Tensor) -> torch.Tensor:
 
 def train_of(name: str, **options: Any) -> Any:
     """A training step on one of the meshes and plans."""
-    mesh, plan = PLANS[name]
-    return fp.train_step(loss, fp.optim.adamw(0.01), mesh, plan, **{"clip": 1.0} | options)
+    mesh, plan = (PLANS | ALONE)[name]
+    clip = {"clip": 1.0} if name in PLANS else {}
+    return fp.train_step(loss, fp.optim.adamw(0.01), mesh, plan, **clip | options)
 
 
 @cache

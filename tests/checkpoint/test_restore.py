@@ -13,7 +13,7 @@ from sharding_specs import Mesh
 
 from ..processes import run_on_processes
 from ..some_cases import one_in
-from .runs import BATCH, PARAMS, PLANS, loss, same, train_of, trained
+from .runs import ALONE, BATCH, PARAMS, PLANS, loss, same, train_of, trained
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def test_any_plan_to_any_other(before: str, after: str, saved: Any) -> None:
     assert same(train.whole(state), other.whole(restored))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [*PLANS, *ALONE])
 def test_the_run_goes_on_with_the_same_bits(name: str, saved: Any) -> None:
     train, state = trained(name)
     expected, metrics = train(state, BATCH)
     other = train_of(name)
     got, others = other(other.restore(saved(name)), BATCH)
-    assert torch.equal(metrics.loss, others.loss)
+    assert metrics.loss is others.loss or torch.equal(metrics.loss, others.loss)
     assert same(train.whole(expected), other.whole(got))
 
 
