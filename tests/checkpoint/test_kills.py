@@ -39,7 +39,7 @@ def step_of(ranks: int) -> Any:
     return fp.train_step(loss, fp.optim.adamw(0.01), Mesh(data=ranks), plan, **options)  # type: ignore[arg-type]
 
 
-def train_until(ranks: int, folder: Path | None, last: int) -> Any:
+def train_until(ranks: int, folder: Path | None, last: int, began: threading.Event | None = None) -> Any:
     """Train to a step, from the newest checkpoint of a folder if there is one; save after each second step."""
     train, start = step_of(ranks), fp.Position()
     sampler = fp.Sampler(40, batch=8, mesh=Mesh(data=ranks), seed=1)
@@ -54,21 +54,27 @@ def train_until(ranks: int, folder: Path | None, last: int) -> Any:
         state, _ = train(state, SAMPLES[samples])
         if saver is not None:
             saver(train, state, data=position)
+        if began is not None:
+            began.set()
     if saver is not None:
         saver.wait()
     return train.params(state)
 
 
-def a_rank(rank: int, ranks: int, folder: str, last: int, end: float | None) -> Any:
+def a_rank(rank: int, ranks: int, folder: str, last: int, end: float | None, early: bool = False) -> Any:
+    """Train, and be killed some seconds after the first step, or after the start of the process."""
+    began = threading.Event()
     if end is not None:
 
         def kill() -> None:
+            if not early:
+                began.wait(60)
             time.sleep(end + random.Random(os.getpid()).uniform(0, 0.02))
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()
     try:
-        return train_until(ranks, Path(folder), last)
+        return train_until(ranks, Path(folder), last, began)
     except Exception:
         if end is None:
             raise
@@ -79,8 +85,8 @@ def a_rank(rank: int, ranks: int, folder: str, last: int, end: float | None) -> 
 def kills(ranks: int, count: int, folder: Path, seed: int) -> None:
     chance, newest = random.Random(seed), -1
     for _ in range(count):
-        ends = chance.uniform(0.05, 1.5)
-        run_on_processes(a_rank, ranks, ranks, str(folder), 10**6, ends, deaths=True)
+        ends, early = chance.uniform(0.0, 0.6), chance.random() < 0.2
+        run_on_processes(a_rank, ranks, ranks, str(folder), 10**6, ends, early, deaths=True)
         if folder.is_dir() and committed(folder):
             found = fp.checkpoint.inspect(folder)
             found.verify()
