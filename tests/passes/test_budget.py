@@ -302,6 +302,13 @@ def test_it_can_be_switched_off_and_says_what_it_did() -> None:
     assert "remat" not in off.passes
 
 
+def test_the_note_says_what_is_computed_again_in_how_many_layers() -> None:
+    with pytest.raises(fp.BudgetError) as caught:
+        step("data", fp.remat(budget=1), layers=6)
+    program = step("data", fp.remat(budget=reached(caught.value)), layers=6)
+    assert "computed again: all, and what it hands on, of 1 layer, all of 4 layers; at most" in program.notes[0]
+
+
 def test_a_budget_out_of_reach() -> None:
     with pytest.raises(fp.BudgetError) as caught:
         step("data", fp.remat(budget="1 KiB"))

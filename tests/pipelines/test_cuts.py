@@ -131,6 +131,16 @@ def test_stacked_layers() -> None:
         assert all(len(h.holders) == 1 for h in state.handles[: 2 * 4]), name  # every layer on one rank
 
 
+@pytest.mark.parametrize("inner", [fp.mixed_precision("bf16"), fp.zero(1, "data"), fp.zero(3, "data")], ids=str)
+def test_each_stage_holds_its_own_layers_of_a_stack(inner: Any) -> None:
+    """Ops on the whole stack, such as a cast or a gather, act on one layer at a time."""
+    params = {"w": normal(4, 4, 4).float()}
+    plan = fp.chain(inner, fp.pipeline("pipe", {"w": P("pipe")}, microbatches=2))
+    train = fp.train_step(lambda p, x: chain_of(4)(p["w"], x), fp.optim.sgd(0.1), Mesh(pipe=2, data=2), plan)
+    state, _ = train(train.init(params), normal(8, 4).float())
+    assert layers_of_ranks(train, state) == [["w/0", "w/1"], ["w/2", "w/3"]]
+
+
 # -----------------------------------------------------------------------------
 # Other transforms inside
 # -----------------------------------------------------------------------------
