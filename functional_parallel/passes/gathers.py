@@ -148,7 +148,7 @@ class Placement:
                     pending.append(user)
                 else:
                     found.append(self.position[user])
-        return sorted(found) or [len(self.ordered) - 1]
+        return sorted(found) or [max(self.position.values())]
 
     def _next_gather(self, gather: fx.Node) -> int:
         """Return the position of the first gather over another axis that reads a gather's result."""
