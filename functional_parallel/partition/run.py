@@ -120,7 +120,8 @@ class _ShardInterpreter:
             self.values[node] = self.values[node.args[0]][node.args[1]]
             return
         step = self._step(node)
-        if lookup(node.target) is None and _is_split(step) and self._decompose(node):
+        if lookup(node.target) is None and _is_split(step) and (simpler := decomposed(node)) is not None:
+            self._run_simpler(node, simpler)
             return
         rule = self._rule(step)
         alone = self.owner is not None and self._is_alone(node)
@@ -148,17 +149,13 @@ class _ShardInterpreter:
         values = [self.values[operand] for operand in operands]
         return all(value.place == REPLICATED or REPLICATED in value.forms for value in values)
 
-    def _decompose(self, node: fx.Node) -> bool:
-        """Compute an op from simpler ops. Return False if it has no decomposition."""
-        traced = decomposed(node)
-        if traced is None:
-            return False
+    def _run_simpler(self, node: fx.Node, traced: Traced) -> None:
+        """Compute an op from simpler ops."""
         for inner, operand in zip(traced.inputs, tensor_operands(node), strict=True):
             self.values[inner], self.stands_for[inner] = self.values[operand], self.stands_for.get(operand, operand)
         self.run(traced)
         values = [self.values[output] if isinstance(output, fx.Node) else output for output in traced.outputs]
         self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
-        return True
 
     def _operand(self, node: fx.Node) -> OperandInfo:
         value: PartitionedValue = self.values[node]

@@ -8,6 +8,7 @@ other.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -123,12 +124,12 @@ class Placement:
 
     def _released(self) -> dict[fx.Node, int]:
         """Return the earliest start of each gather: after the last use of the previous copy of the same parameter."""
-        last: dict[Hashable, int] = {}
+        last: defaultdict[Hashable, int] = defaultdict(int)  # the first op is a parameter
         found = {}
         for _, gather in self.gathers:
             recipe = _recipe(gather)
-            found[gather] = self._after(last[recipe]) if recipe in last else 0
-            last[recipe] = max(last.get(recipe, 0), self._uses(gather)[-1])
+            found[gather] = self._after(last[recipe])
+            last[recipe] = max(last[recipe], self._uses(gather)[-1])
         return found
 
     def _after(self, position: int) -> int:
@@ -147,7 +148,7 @@ class Placement:
                     pending.append(user)
                 else:
                     found.append(self.position[user])
-        return sorted(found) or [len(self.ordered) - 1]
+        return sorted(found) or [max(self.position.values())]
 
     def _next_gather(self, gather: fx.Node) -> int:
         """Return the position of the first gather over another axis that reads a gather's result."""

@@ -80,9 +80,8 @@ class ReduceDtype(ProgramPass):
 def _widens_a_gradient(node: fx.Node) -> bool:
     """Whether a node is the transpose of the cast of a parameter."""
     source = info(node).source
-    if not is_cast(node) or not info(node).backward or source is None:
-        return False
-    return source.casts_parameters and info(node.args[0]).aval.dtype.itemsize < info(node).aval.dtype.itemsize
+    is_ours = is_cast(node) and info(node).backward and source is not None and source.casts_parameters
+    return is_ours and info(node.args[0]).aval.dtype.itemsize < info(node).aval.dtype.itemsize
 
 
 def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:

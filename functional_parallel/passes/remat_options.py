@@ -192,7 +192,7 @@ class _Ladder:
 
     def _best(self, at: int) -> _Move | None:
         moves = [(move.ratio(at), move) for move in self._moves()]
-        useful = [(ratio, move) for ratio, move in moves if ratio > 0 and move.adds]
+        useful = [(ratio, move) for ratio, move in moves if ratio > 0]
         if not useful:
             return None
         return min(useful, key=lambda pair: (-pair[0], pair[1].length, pair[1].segments))[1]

@@ -49,7 +49,7 @@ class ReduceScatterFirst(ProgramPass):
         return bool(ahead)
 
     def _is_ours(self, node: fx.Node) -> bool:
-        return set(node.args[1]) <= set(self.axes)
+        return set(node.args[1]).issubset(self.axes)
 
 
 def _is_inside(node: fx.Node, other: fx.Node, mesh: Mesh) -> bool:

@@ -109,10 +109,8 @@ def _taken(node: fx.Node) -> tuple[fx.Node, int] | None:
     """Return the stack and the number of the layer that an op takes from it, or None."""
     if node.target is aten.select.int and node.args[1] == 0:
         return node.args[0], node.args[2] % info(node.args[0]).aval.shape[0]
-    if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
-        unbind = node.args[0]
-        if len(unbind.args) < 2 or unbind.args[1] == 0:
-            return unbind.args[0], node.args[1]
+    if node.target is operator.getitem and node.args[0].target is aten.unbind.int and len(node.args[0].args) < 2:
+        return node.args[0].args[0], node.args[1]
     return None
 
 

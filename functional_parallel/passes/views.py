@@ -81,7 +81,7 @@ def _permute(dims: _Dims, node: fx.Node) -> _Dims | None:
 
 
 def _transpose(dims: _Dims, node: fx.Node) -> _Dims | None:
-    a, b = node.args[1:3] if len(node.args) > 1 else (0, -1)
+    a, b = node.args[1:] or (0, -1)
     turned = list(dims)
     if turned:
         turned[a], turned[b] = turned[b], turned[a]

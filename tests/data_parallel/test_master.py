@@ -73,6 +73,15 @@ def test_inside_of_accumulation(f: Program, drawn: Any, rows: int, microbatches:
     assert same(fp.compile(fp.grad_and_value(plan(f)), mesh)(*args), fp.grad_and_value(f)(*args))
 
 
+def test_a_batch_that_is_split_inside_of_another_axis() -> None:
+    """Each of two blocks of three samples is split over the ranks."""
+    args = arguments(0, rows=6)
+    f = Program((("product", 0, 0), ("relu", 1, 1)))
+    plan = fp.data_parallel("data", master=0, batch=P(("replica", "data")))
+    step = fp.compile(fp.grad_and_value(plan(f)), Mesh(replica=2, data=2))
+    assert same(step(*args), fp.grad_and_value(f)(*args))
+
+
 @settings(max_examples=6, deadline=None)
 @given(masters(), st.integers(1, 4), st.integers(1, 9), SEEDS)
 def test_padded_batches_have_the_mean_of_their_real_samples(drawn: Any, rows: int, real: int, seed: int) -> None:

@@ -302,6 +302,27 @@ def test_it_can_be_switched_off_and_says_what_it_did() -> None:
     assert "remat" not in off.passes
 
 
+def biased(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Its layers begin with a sum, so the derivatives of a layer do not read what the layer before hands on."""
+    for layer in params["layers"]:
+        x = torch.sin(torch.tanh(x + layer["b"][0]) @ layer["a"]) @ layer["b"]
+    return torch.nn.functional.cross_entropy(x @ params["head"], y)
+
+
+@pytest.mark.parametrize(
+    ("f", "layers", "said"),
+    [
+        (loss, 6, "all, and what it hands on, of 1 layer, all of 4 layers"),
+        (biased, 10, "all, and what it hands on, of 2 layers, all of 8 layers"),
+    ],
+)
+def test_the_note_says_what_is_computed_again_in_how_many_layers(f: Any, layers: int, said: str) -> None:
+    with pytest.raises(fp.BudgetError) as caught:
+        step("data", fp.remat(budget=1), f=f, layers=layers)
+    program = step("data", fp.remat(budget=reached(caught.value)), f=f, layers=layers)
+    assert f"computed again: {said}; at most" in program.notes[0]
+
+
 def test_a_budget_out_of_reach() -> None:
     with pytest.raises(fp.BudgetError) as caught:
         step("data", fp.remat(budget="1 KiB"))

@@ -59,6 +59,12 @@ def test_updates_are_one_call_that_returns_what_it_was_given(plan: str) -> None:
             assert mutated_operands(new.args[0])[new.args[1]] is node
 
 
+@pytest.mark.parametrize("plan", ["data", "zero 1", "zero 3"])
+def test_updates_of_a_bucket_do_not_wait_for_other_gradients(plan: str) -> None:
+    """One call for the gradients in a bucket, and one for those that are sent separately."""
+    assert counts(plan, bucket=1024)["adamw_"] == 2
+
+
 @pytest.mark.parametrize("plan", ["zero 1", "zero 2, microbatches", "tensor and zero 1"])
 def test_updated_parameters_are_gathered_into_the_old_ones(plan: str) -> None:
     given, kept = program(plan), program(plan, donate=False)

@@ -21,11 +21,13 @@ def chains(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[Any, tuple[Any,
     shape = tuple(draw(st.lists(st.sampled_from([1, 1, 2, 3, 4]), min_size=1, max_size=4)))
     x, ops = torch.empty(shape), []
     for _ in range(draw(st.integers(1, 7))):
-        kind = draw(st.sampled_from(["permute", "unsqueeze", "squeeze", "transpose", "view", "flatten"]))
+        kind = draw(st.sampled_from(["permute", "unsqueeze", "squeeze", "transpose", "t", "view", "flatten"]))
         if kind == "permute":
             op = (aten.permute.default, (draw(st.permutations(range(x.ndim))),))
         elif kind == "transpose" and x.ndim:
             op = (aten.transpose.int, tuple(draw(st.integers(-x.ndim, x.ndim - 1)) for _ in range(2)))
+        elif kind == "t" and x.ndim <= 2:
+            op = (aten.t.default, ())
         elif kind == "squeeze" and x.ndim:
             op = (aten.squeeze.dim, (draw(st.integers(-x.ndim, x.ndim - 1)),))
         elif kind == "view" and 1 in x.shape:

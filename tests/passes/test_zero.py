@@ -107,6 +107,13 @@ def test_what_is_picked_from_a_parameter(name: str, stage: int) -> None:
     assert step.program.counts().get(("psum_scatter", ("data",)), 0) == (stage == 3)
 
 
+def test_rows_of_a_parameter_by_their_numbers() -> None:
+    """Each rank needs the rows of its samples, so it takes a part of the numbers, which no operand determines."""
+    w, x = torch.arange(24.0).double().reshape(6, 4), torch.arange(16.0).double().reshape(4, 4)
+    f = lambda w, x: (x * w[torch.arange(1, 5)]).square().sum()  # noqa: E731
+    fp.testing.assert_equivalent(f, fp.data_parallel("data"), Mesh(data=2), w, x, exact=True)
+
+
 #: results of the parameters alone, or of their shapes, that have no gradient
 WITHOUT_GRADIENT = {
     "count": lambda p: (p["w"] > 0).sum(),

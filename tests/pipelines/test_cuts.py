@@ -131,6 +131,17 @@ def test_stacked_layers() -> None:
         assert all(len(h.holders) == 1 for h in state.handles[: 2 * 4]), name  # every layer on one rank
 
 
+@pytest.mark.parametrize("take", [list, lambda w: [w[i] for i in range(4)]], ids=["unbound", "indexed"])
+@pytest.mark.parametrize("inner", [fp.mixed_precision("bf16"), fp.zero(1, "data"), fp.zero(3, "data")], ids=str)
+def test_each_stage_holds_its_own_layers_of_a_stack(inner: Any, take: Any) -> None:
+    """Ops on the whole stack, such as a cast or a gather, act on one layer at a time."""
+    params = {"w": normal(4, 4, 4).float()}
+    plan = fp.chain(inner, fp.pipeline("pipe", {"w": P("pipe")}, microbatches=2))
+    train = fp.train_step(lambda p, x: chain_of(4)(take(p["w"]), x), fp.optim.sgd(0.1), Mesh(pipe=2, data=2), plan)
+    state, _ = train(train.init(params), normal(8, 4).float())
+    assert layers_of_ranks(train, state) == [["w/0", "w/1"], ["w/2", "w/3"]]
+
+
 # -----------------------------------------------------------------------------
 # Other transforms inside
 # -----------------------------------------------------------------------------
@@ -253,15 +264,22 @@ BAD = {
         ),
         r"4 stages do not divide the stacked layers of w \(2 layers\)",
     ),
-    "a stack used as a whole": (
-        lambda: run(
-            lambda p, x: (x * p["w"].sum(0)).sum(),
-            {"w": torch.ones(2, 2, dtype=torch.float64)},
-            X,
-            specs={"w": P("pipe")},
-        ),
-        r"test_cuts\.py.*uses a stack of layers as a whole",
-    ),
+    **{
+        f"a stack used as a whole, {name}": (
+            lambda used=used: run(
+                lambda p, x: (x * used(p["w"])).sum(),
+                {"w": torch.ones(2, 2, dtype=torch.float64)},
+                X,
+                specs={"w": P("pipe")},
+            ),
+            r"test_cuts\.py.*uses a stack of layers as a whole",
+        )
+        for name, used in {
+            "its sum": lambda w: w.sum(0),
+            "its columns": lambda w: w.unbind(1)[0],
+            "a column": lambda w: w[:, 1],
+        }.items()
+    },
     "the axis on another dim": (
         lambda: run(
             lambda p, x: p["w"].sum(), {"w": torch.ones(2, 2, dtype=torch.float64)}, X, specs={"w": P(None, "pipe")}

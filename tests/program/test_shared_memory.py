@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.collectives.slots import HALF, SMALL_HALF, slot_bytes
+from functional_parallel.collectives.slots import AT_ONCE, HALF, SMALL_HALF, slot_bytes
 from functional_parallel.runtime import ProcessRuntime, use_runtime
 from functional_parallel.runtime.shared_memory.memory import MappedMemory
 from functional_parallel.testing.tracker import tracked
@@ -104,6 +104,11 @@ def test_the_backend_maps_nothing(name: str) -> None:
 def test_a_slot_fits_into_a_half(count: int, length: int, itemsize: int) -> None:
     assert slot_bytes(count, length, itemsize) <= HALF
     assert slot_bytes(count, length, itemsize) >= min(count * length * itemsize, SMALL_HALF)
+
+
+def test_the_largest_collective_that_is_sent_at_once_has_a_slot_of_its_size() -> None:
+    """Pieces of three tensors would use more, since their slot has room for four pieces of each."""
+    assert slot_bytes(3, AT_ONCE // 3, 1) == AT_ONCE
 
 
 def test_what_is_listed() -> None:
