@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from functional_parallel.runtime import ProcessRuntime
-from functional_parallel.runtime.watch import START_VARIABLE, start, start_seconds, watch
+from functional_parallel.runtime import ProcessRuntime, launch_of_environment
+from functional_parallel.runtime.watch import START_VARIABLE, launched_store, start, start_seconds, watch
 from sharding_specs import Mesh
-from tests.processes import _free_port, _server
+from tests.processes import _free_port, _server, run_on_processes
 
 DEAD = 17
 
@@ -60,6 +60,7 @@ def outcomes(absent: int, dies: str, seconds: float, folder: Path, every: float 
         "MASTER_PORT": str(_free_port()),
         START_VARIABLE: str(seconds),
     }
+    run_on_processes(str, 4)  # the servers of ranks have then imported torch, which takes longer than a start
     context = multiprocessing.get_context("forkserver")
     arguments = (environment, absent, dies, every, str(folder))
     ranks = [context.Process(target=on_rank, args=(rank, *arguments), daemon=True) for rank in range(4)]
@@ -124,3 +125,20 @@ def test_the_deadline_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) ->
             start_seconds()
     monkeypatch.delenv(START_VARIABLE)
     assert start_seconds() == 600
+
+
+def test_attempts_of_torchrun_do_not_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store outlives a restart. A rank that read an address of the last attempt would connect to nobody."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    launch = launch_of_environment()
+    assert launch is not None
+    stores = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        stores.append(launched_store(launch, 10.0))
+    stores[0].set("address of rank 1", "of the first attempt")
+    assert stores[0].check(["address of rank 1"]) and not stores[1].check(["address of rank 1"])

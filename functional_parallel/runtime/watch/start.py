@@ -53,7 +53,7 @@ def start_seconds() -> float:
 def launched_store(launch: Launch, timeout: float, name: Name = str) -> dist.Store:
     """Return the store that a launcher's variables name, like `init_process_group`. `timeout` is in seconds.
 
-    Rank 0 serves it, unless torchrun does.
+    Rank 0 serves it, unless torchrun does. torchrun's store outlives a restart, so each attempt has its own keys.
     """
     host, port, size = launch.address, launch.port, launch.size
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -74,7 +74,11 @@ def launched_store(launch: Launch, timeout: float, name: Name = str) -> dist.Sto
             clock.tick(f"; torch says: {error}")
             time.sleep(0.1)
     store.set_timeout(timedelta(seconds=timeout))
-    return store
+    return dist.PrefixStore(f"attempt/{_restart()}", store)
+
+
+def _restart() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def watch_processes(
@@ -85,8 +89,7 @@ def watch_processes(
     An error names the ranks that are missing at the deadline, or that died before all had arrived. `has_failed` tells
     whether a connection of an existing process group has failed.
     """
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"functional_parallel/watch/{restart}/{next(_numbers)}", store)
+    store = dist.PrefixStore(f"functional_parallel/watch/{_restart()}/{next(_numbers)}", store)
     CURRENT.forget()
     try:
         watch = _listening(store, size, name) if rank == 0 else _connected(store, rank, size, name)
