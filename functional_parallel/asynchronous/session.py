@@ -6,7 +6,6 @@ closes is the death of its rank.
 
 from __future__ import annotations
 
-import ctypes
 import hmac
 import json
 import queue
@@ -27,6 +26,7 @@ import torch
 
 from ..errors import CollectiveError
 from ..functions import PyTree
+from ..ir import memory_of
 from ..runtime import host_identity, keep_alive, own_addresses
 from .messages import TO_CLIENT, Message, Node
 
@@ -284,10 +284,9 @@ def encoded(tree: PyTree) -> tuple[list[memoryview], list[Any] | None, Any]:
     tensors = [leaf.detach().cpu().contiguous() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     parts = []
     for x in tensors:
-        size = x.numel() * x.element_size()
-        if size:
-            parts.append(memoryview((ctypes.c_char * size).from_address(x.data_ptr())).cast("B"))
-            parts.append(_PADDING[: -size % _ALIGNED])
+        if x.numel():
+            parts.append(memory_of(x))
+            parts.append(_PADDING[: -len(parts[-1]) % _ALIGNED])
     return parts, [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors], tensors
 
 

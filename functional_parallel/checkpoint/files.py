@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ import torch
 from sharding_specs import Box
 
 from ..errors import DamagedCheckpointError
+from ..ir import memory_of
 from .disk import Disk
 from .format import Entry, file_name, header, parse_header
 from .plan import WriteItem
@@ -30,35 +30,35 @@ class FileInfo(NamedTuple):
     sums: list[str]
 
 
-def bytes_of(x: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor in main memory."""
-    if not x.numel():
-        return memoryview(b"")
-    memory = (ctypes.c_char * (x.numel() * x.itemsize)).from_address(x.data_ptr())
-    return memoryview(memory).cast("B")
-
-
 def write_files(
     disk: Disk, folder: Path, rank: int, items: Sequence[WriteItem], tensors: Tensors, algorithm: str
 ) -> dict[str, FileInfo]:
     """Write the boxes of a rank and wait until they are safe. Return the files by name, relative to the folder.
 
-    `tensors` returns the parts of a box, one after another along dim 0. At most one part is copied at a time.
+    `tensors` returns the tensors of a box, in order along dim 0. At most one of them is copied at a time.
     """
     found = {}
     counts: dict[str, int] = {}
     for item in items:
         counts[item.leaf.kind] = max(counts.get(item.leaf.kind, 0), item.number + 1)
     for (kind, number), group in groupby(items, key=lambda item: (item.leaf.kind, item.number)):
-        name = f"{kind}/{file_name(rank, number, counts[kind])}"
-        found[name] = _write(disk, folder / name, list(group), tensors, algorithm)
+        name, boxes = f"{kind}/{file_name(rank, number, counts[kind])}", list(group)
+        entries = [(item.leaf.key, item.leaf.dtype, item.box) for item in boxes]
+        data = (x for item in boxes for x in tensors(item))
+        found[name] = write_file(disk, folder / name, entries, data, algorithm)
     return found
 
 
-def _write(disk: Disk, path: Path, items: list[WriteItem], tensors: Tensors, algorithm: str) -> FileInfo:
-    first, begins = header([(item.leaf.key, item.leaf.dtype, item.box) for item in items])
-    size = begins[-1] + items[-1].box.numel * items[-1].leaf.dtype.itemsize
-    sums = BlockSums(algorithm)
+def write_file(
+    disk: Disk,
+    path: Path,
+    entries: Sequence[tuple[str, torch.dtype, Box]],
+    data: Iterable[torch.Tensor],
+    algorithm: str,
+) -> FileInfo:
+    """Write a safetensors file and wait until it is safe. `data` has the tensors of the entries, in order."""
+    first = header(entries)
+    size, sums = len(first) + sum(box.numel * dtype.itemsize for _, dtype, box in entries), BlockSums(algorithm)
     with disk.create(path, size) as file:
         place = 0
 
@@ -71,10 +71,9 @@ def _write(disk: Disk, path: Path, items: list[WriteItem], tensors: Tensors, alg
                 place += len(part)
 
         write(memoryview(first))
-        for item in items:
-            for part in tensors(item):
-                host = part.detach().to("cpu").contiguous()
-                write(bytes_of(host))
+        for each in data:
+            host = each.detach().to("cpu").contiguous()
+            write(memory_of(host))
         if place != size:
             raise AssertionError(f"{path}: {place} bytes were written of {size}")
         disk.sync(file)
@@ -171,7 +170,7 @@ class ShardFile:
         is_run = span == common.numel
         direct = is_run and target.is_contiguous() and target.dtype == entry.dtype and target.device.type == "cpu"
         stage = target if direct else self._stage(span * size).view(entry.dtype)
-        memory = bytes_of(stage)
+        memory = memory_of(stage)
         for number in self._needed(begin, end, common, strides, size):
             low, high = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
             part = memory[low - begin : high - begin]

@@ -17,10 +17,11 @@ from sharding_specs import Box
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..functions import PyTree
 from .disk import Disk
-from .files import ShardFile, bytes_of
+from .files import ShardFile, write_file
 from .folder import candidates
-from .format import NAME, Entry, header
+from .format import NAME, Entry
 from .opened import Checkpoint
+from .sums import default_algorithm
 from .trees import tree_from_json, tree_keys
 
 Made = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]]
@@ -164,16 +165,9 @@ def _write(path: Path, tensors: Made) -> Path:
         raise CheckpointError(f"{path}: the file exists")
     order = sorted(tensors.items(), key=lambda item: (-item[1][1].itemsize, item[0]))
     entries = [(key, dtype, Box((0,) * len(shape), shape)) for key, (shape, dtype, _) in order]
-    first, begins = header(entries)
     made = path.with_name(f"{path.name}.tmp")
-    made.unlink(missing_ok=True)
-    end = begins[-1] + entries[-1][2].numel * entries[-1][1].itemsize if entries else len(first)
-    with disk.create(made, end) as file:
-        disk.write(file, memoryview(first), 0)
-        for begin, (_, (_, _, make)) in zip(begins, order, strict=True):
-            full = make().contiguous()
-            disk.write(file, bytes_of(full), begin)
-        disk.sync(file)
+    disk.unlink(made)
+    write_file(disk, made, entries, (make() for _, (_, _, make) in order), default_algorithm())
     disk.rename(made, path)
     disk.sync_folder(path.parent)
     return path

@@ -62,21 +62,19 @@ def file_name(rank: int, number: int, count: int) -> str:
 # --- headers ---
 
 
-def header(entries: Sequence[tuple[str, torch.dtype, Box]]) -> tuple[bytes, list[int]]:
-    """Return the first bytes of a file with these tensors, in this order, and the offsets of their data in the file."""
+def header(entries: Sequence[tuple[str, torch.dtype, Box]]) -> bytes:
+    """Return the first bytes of a file with these tensors, in this order. Their data follow, without gaps."""
     table: dict[str, Any] = {}
     offsets = {key: {"saved_offsets": list(box.start)} for key, _, box in entries}
     table["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    begin, begins = 0, []
+    begin = 0
     for key, dtype, box in entries:
         end = begin + box.numel * dtype.itemsize
         table[key] = {"dtype": dtype_name(key, dtype), "shape": list(box.size), "data_offsets": [begin, end]}
-        begins.append(begin)
         begin = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [first + each for each in begins]
+    return len(text).to_bytes(8, "little") + text
 
 
 def parse_header(data: bytes, size: int) -> dict[str, Entry]:

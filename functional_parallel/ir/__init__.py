@@ -2,7 +2,7 @@
 
 from . import source
 from .aval import OPS_ON_SHAPES, Aval, aval_of, hollow, without_memory
-from .checksum import checksum, sample_hash
+from .checksum import checksum, memory_of, sample_hash
 from .eval_node import casts_are_explicit, eval_node, explicit_casts, grad_mode_of
 from .graph import (
     Args,

@@ -21,11 +21,15 @@ def checksum(x: torch.Tensor) -> str:
     """
     with _torch.disable_functorch():  # tensors inside a transform have no address
         data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    count = data.numel() * data.element_size()
-    raw = (ctypes.c_char * count).from_address(data.data_ptr()) if count else b""
     digest = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=8)
-    digest.update(raw)
+    digest.update(memory_of(data))
     return digest.hexdigest()
+
+
+def memory_of(x: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in main memory, without a copy. The tensor must outlive them."""
+    size = x.numel() * x.element_size()
+    return memoryview((ctypes.c_char * size).from_address(x.data_ptr()) if size else b"").cast("B")
 
 
 def sample_hash(x: torch.Tensor) -> int:

@@ -174,7 +174,7 @@ def test_fuzzed_files(count: int, train: Any, folder: Path) -> None:
 def test_fuzzed_headers_without_checksums(count: int, tmp_path: Path) -> None:
     """Files of other libraries have no checksums: a header is refused, or is one of tensors inside the file."""
     chance = random.Random(1)
-    first, _ = header([("w", torch.float32, Box((0, 0), (4, 3))), ("b", torch.int16, Box((0,), (3,)))])
+    first = header([("w", torch.float32, Box((0, 0), (4, 3))), ("b", torch.int16, Box((0,), (3,)))])
     good = first + bytes(54)
     path = tmp_path / "model.safetensors"
     for _ in range(count):
