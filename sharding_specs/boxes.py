@@ -1,4 +1,4 @@
-"""Boxes of a tensor: the parts of it that a rank holds, and the ranks that hold a part."""
+"""Boxes of a tensor: those that a rank holds, and the ranks that hold elements of one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Box(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """Return the common part of two boxes; None if it is empty."""
+        """Return the box of the common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stops = map(min, self._stop(), other._stop())
         size = tuple(stop - first for first, stop in zip(start, stops, strict=True))
@@ -92,7 +92,7 @@ def _ranges(
 
 
 def holders(box: Box, shape: Sequence[int], spec: P, mesh: Mesh) -> Iterator[dict[str, int]]:
-    """Yield the coordinates, along the axes of the spec, of the ranks that hold a part of a box.
+    """Yield the coordinates, along the axes of the spec, of the ranks that hold elements of a box.
 
     The work is proportional to the number of blocks that the box cuts, whatever the size of the mesh.
 

@@ -184,7 +184,7 @@ class ShardFile:
             target.copy_(stage.as_strided(common.size, strides))
 
     def _needed(self, begin: int, end: int, common: Box, strides: Sequence[int], size: int) -> Iterator[int]:
-        """Yield the blocks with bytes of a box. Rows that are further apart than a block are found one by one."""
+        """Yield the blocks with bytes of a box. Each index of a dim is visited if its stride exceeds a block."""
         far = [dim for dim, stride in enumerate(strides) if stride * size > BLOCK and common.size[dim] > 1]
         if not far:
             yield from range(begin // BLOCK, (end - 1) // BLOCK + 1)

@@ -35,7 +35,7 @@ _MOST = 100 << 20  # bytes of a header, as in safetensors
 
 
 class Entry(NamedTuple):
-    """Box of a leaf in a file: its dtype, its place in the full leaf, and the range of its bytes."""
+    """Box of a leaf in a file: its dtype, its position in the full leaf, and the range of its bytes."""
 
     dtype: torch.dtype
     box: Box

@@ -21,7 +21,7 @@ Coordinates = Mapping[str, int]
 
 
 class Part(NamedTuple):
-    """Part of a region that lies in one held tensor."""
+    """Box of a region that one held tensor has."""
 
     box: Box  # of the leaf
     held: int  # index of the held tensor
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Box of a leaf on one rank, and its parts, which follow each other along dim 0."""
+    """Box of a leaf on one rank, and the boxes in single held tensors that it consists of, along dim 0."""
 
     box: Box
     parts: tuple[Part, ...]
@@ -48,14 +48,14 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Vector:
-    """Place of a shard in a flat vector: it begins at element `begin`, and the axes `over` cut the vector."""
+    """Position of a shard in a flat vector: it begins at element `begin`, and the axes `over` cut the vector."""
 
     over: tuple[str, ...]  # outermost first
     begin: int
     length: int  # of the vector, before the cut
 
     def range_of(self, index: int, mesh: Mesh) -> tuple[int, int]:
-        """Return the elements of the shard that slice `index` of the vector has; they may lie outside the shard."""
+        """Return the elements of the shard that slice `index` of the vector has; they may be outside the shard."""
         size = self.length // mesh.axis_size(self.over)
         return index * size - self.begin, (index + 1) * size - self.begin
 
@@ -69,7 +69,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Writers:
-    """Which of the ranks with the same piece writes it: an index for each coordinate along some axes."""
+    """Index of the rank that writes a piece, among those that hold the same, for each coordinate along some axes."""
 
     axes: tuple[str, ...] = ()
     index: tuple[int, ...] = (0,)
@@ -90,7 +90,7 @@ class Piece:
         spec: spec of the full leaf, or of one row.
         held: indices of the held tensors: one for each of `rows`, else one.
         rows: rows of the leaf, each in its own held tensor; None if one held tensor has the full leaf.
-        vector: the place of the shards in a vector, if they lie in one.
+        vector: the position of the shards in a vector, if they are in one.
         where: indices of the ranks that hold the piece, by axis. Along other axes all ranks hold it.
         writers: the ranks that write it.
     """
@@ -114,7 +114,7 @@ class Piece:
         return [(axis, where.get(axis, range(size))) for axis, size in sizes if axis not in self.axes]
 
     def writer(self, coordinates: Coordinates, mesh: Mesh) -> int:
-        """Return the rank that writes the part of the ranks with these coordinates along `axes`."""
+        """Return the rank that writes what the ranks with these coordinates along `axes` hold."""
         index, found = self.writers.at(coordinates, mesh), {axis: coordinates[axis] for axis in self.axes}
         for axis, indices in reversed(self.replicas(mesh)):
             index, place = divmod(index, len(indices))
@@ -193,7 +193,7 @@ class LeafLayout:
                 yield from self.regions(piece, mesh, coordinates)
 
     def writers(self, box: Box, mesh: Mesh) -> list[int]:
-        """Return the ranks that may write a part of a box, each once."""
+        """Return the ranks that may write elements of a box, each once."""
         found: dict[int, None] = {}
         for piece in self.pieces:
             part = box if piece.rows is None else _in_rows(box, piece.rows)
@@ -203,7 +203,7 @@ class LeafLayout:
         return list(found)
 
     def _split_coordinates(self, piece: Piece, box: Box, mesh: Mesh) -> Iterator[dict[str, int]]:
-        """Yield the coordinates, along the axes that split a piece, of the ranks that hold a part of a box of it."""
+        """Yield the coordinates, along the axes that split a piece, of the ranks that hold elements of a box of it."""
         shape = self.shape if piece.rows is None else self.shape[1:]
         if 0 in shape:
             yield dict.fromkeys(piece.axes, 0)

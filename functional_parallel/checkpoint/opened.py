@@ -88,7 +88,7 @@ class Checkpoint:
         """Read every byte and compare the checksums. Check that the boxes in the files are those of every leaf.
 
         Raises:
-            DamagedCheckpointError: for the first file that is damaged or does not have what `checkpoint.json` says.
+            DamagedCheckpointError: for the first file that is damaged or differs from `checkpoint.json`.
         """
         boxes: dict[str, dict[str, Box]] = {name: {} for name in self.files}
         missing = {(leaf.kind, leaf.key): math.prod(leaf.shape) for leaf in self.plan.leaves}
@@ -103,7 +103,7 @@ class Checkpoint:
             with self.open(name) as file:
                 file.verify()
                 if {key: entry.box for key, entry in file.entries.items()} != boxes[name]:
-                    raise DamagedCheckpointError(f"{file.path}: it has other boxes than {NAME} says")
+                    raise DamagedCheckpointError(f"{file.path}: it has other boxes than {NAME}")
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a full tensor, verified.
@@ -148,7 +148,7 @@ class Checkpoint:
         return ShardFile(self.path / name, self.files[name], self.body["sums"])
 
     def read(self, items: Iterable[ReadItem], held: Callable[[int], torch.Tensor]) -> None:
-        """Read boxes into held tensors, by their indices. Files are read one after another, each from its beginning.
+        """Read boxes into held tensors, by their indices. Each file is read once, from its beginning.
 
         Raises:
             DamagedCheckpointError: if a file is damaged or does not have a box.

@@ -10,7 +10,7 @@ from ..errors import CheckpointError
 
 
 class Store(Protocol):
-    """The part of torch's stores that is used."""
+    """The methods of torch's stores that are used."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...

@@ -1,6 +1,6 @@
 """Plans of saving and restoring: which rank writes which boxes to which file, and which boxes a rank reads.
 
-A plan is computed from layouts alone. One rank's part of it takes work in proportion to what this rank holds, so a
+A plan is computed from layouts alone. The work for one rank is proportional to what this rank holds, so a
 plan for 16,384 ranks can be checked in one process.
 """
 
@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
 
 class ReadItem(NamedTuple):
-    """Part of a held tensor, and the boxes in files that have its elements."""
+    """Box of a held tensor, and the boxes in files that have its elements."""
 
     leaf: LeafLayout  # as it was saved
     part: Part
@@ -53,7 +53,7 @@ class SavePlan:
 
     Args:
         mesh: the mesh of the run that saves.
-        leaves: the leaves, whose pieces name their writers.
+        leaves: the leaves. Their pieces name the writers.
         name: the file that has the plan, for messages.
     """
 
@@ -149,10 +149,10 @@ def _in_mesh(values: torch.Tensor, axes: Sequence[str], mesh: Mesh) -> torch.Ten
 class _Job:
     """A piece to assign: its ranks, and its bytes per rank in the dims of the mesh."""
 
-    choices: dict[str, Sequence[int]]  # indices of the ranks with the same part, by axis
+    choices: dict[str, Sequence[int]]  # indices of the ranks that hold the same, by axis
     sizes: torch.Tensor
     copies: int
-    best: torch.Tensor | None = None  # for each part, the index of its writer; in the dims of the mesh
+    best: torch.Tensor | None = None  # index of the writer, for each coordinate of the split; in the dims of the mesh
     added: torch.Tensor | None = None  # bytes per rank, of the ranks of `choices`
 
     @classmethod
@@ -176,7 +176,7 @@ class _Work:
         self.loads = torch.zeros([1] * len(mesh.axis_names), dtype=torch.int64)
 
     def assign(self, job: _Job) -> None:
-        """Give each part of a piece to the rank with the smallest load."""
+        """Give each shard of a piece to the rank with the smallest load."""
         names = self.mesh.axis_names
         wanted = [self.mesh.axis_size(axis) if axis in job.choices else 1 for axis in names]
         self.loads = self.loads.expand(torch.broadcast_shapes(self.loads.shape, job.sizes.shape, wanted)).clone()

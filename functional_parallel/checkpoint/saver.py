@@ -1,4 +1,4 @@
-"""Saving in a loop: every n-th step, beside the steps, with the last few checkpoints kept."""
+"""Saving in a loop: every n-th step, in a thread, with the last few checkpoints kept."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def inspect(path: str | Path, step: int | None = None) -> Checkpoint:
 
 
 class Saver:
-    """Saves every n-th state of a loop. While a thread writes, the steps go on.
+    """Saves every n-th state of a loop. A thread writes while training continues.
 
     >>> import tempfile, torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -69,7 +69,7 @@ class Saver:
         busy: "wait" for the save before, or "skip" this one, if a process has not finished writing.
 
     Raises:
-        ValueError: if an argument is none of these.
+        ValueError: if an argument has another value.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Saver:
 
         Raises:
             CheckpointError: on every process, if the save before failed on one, or this one cannot begin. The state is
-                unchanged, so training can go on.
+                unchanged, so training can continue.
         """
         if state.step % self.every:
             return False

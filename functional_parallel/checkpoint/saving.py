@@ -1,6 +1,6 @@
-"""Saving: each rank writes its boxes, and rank 0 commits when all have reported. The steps may go on meanwhile.
+"""Saving: each rank writes its boxes, and rank 0 commits when all have reported.
 
-Ranks report through the store of the run, not through process groups, so a thread may do it beside a training step.
+Ranks report through the store of the run, not through process groups, so a thread may do it during a training step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .peers import Peers
 from .plan import SavePlan, WriteItem
 from .sums import default_algorithm
 
-_SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks at the store
+_SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two reads of the store
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint has.
+    """Contents of a checkpoint.
 
     Args:
         plan: the plan.
@@ -48,7 +48,7 @@ class Contents:
     body: dict[str, Any]
 
     def tensors(self, rank: int) -> Callable[[WriteItem], Iterable[torch.Tensor]]:
-        """Return a function that returns the parts of a box of a rank."""
+        """Return a function that returns the tensors of a box of a rank."""
         return lambda item: (part.view(self.shard(part.held, rank)) for part in item.parts)
 
 
@@ -98,13 +98,13 @@ class Save:
         """Wait until the checkpoint is committed. Every process calls it.
 
         Raises:
-            CheckpointError: on every process, if a process could not write its part.
+            CheckpointError: on every process, if a process could not write its files.
         """
         self.join()
         try:
             self.peers.agree(self._problem, "after a checkpoint")
         except CheckpointError:
-            if self.peers.rank == 0:  # nobody writes there any more
+            if self.peers.rank == 0:  # no process writes there any more
                 with suppress(OSError):
                     self.disk.remove(self.made)
             raise
@@ -143,12 +143,12 @@ class Save:
         pause, began = _SHORTEST, time.monotonic()
         while not self.peers.store.check(keys):
             if self.peers.store.check([self._key("failed")]):
-                raise _OtherFailed
+                raise CheckpointError("")  # that process has the reason, which `wait` exchanges
             missing = self.peers.missing()
             if missing or time.monotonic() - began > self.peers.timeout:
                 raise CheckpointError(
                     f"the checkpoint of step {self.step} is not committed: "
-                    f"{missing or f'other ranks have not written their parts within {self.peers.timeout:.0f} s'}"
+                    f"{missing or f'other ranks have not written their files within {self.peers.timeout:.0f} s'}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
@@ -157,17 +157,10 @@ class Save:
         return f"functional_parallel/checkpoint/{self.nonce}/{what}"
 
 
-class _OtherFailed(Exception):
-    """Raised if another process reports a failure. That process says what it is."""
-
-    def __str__(self) -> str:
-        return ""
-
-
 def _told(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or 'a checkpoint'}: {error.strerror or error}"
-    return str(error) if isinstance(error, (CheckpointError, _OtherFailed)) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def begin_save(

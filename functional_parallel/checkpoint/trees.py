@@ -16,7 +16,7 @@ _TREES: dict[str, type[Any]] = {"dict": dict, "OrderedDict": OrderedDict, "list"
 
 
 def tree_keys(tree: PyTree) -> list[str]:
-    """Return a name for each leaf, different for any two leaves of any tree: its path, with typed parts.
+    """Return a name for each leaf, different for any two leaves of any tree: its path, with typed segments.
 
     >>> tree_keys({"a": {"b": 1}, "a/b": 2, "c": [3], "d": {"0": 4}})
     ['a/b', 'a~1b', 'c/0', 'd/~20']

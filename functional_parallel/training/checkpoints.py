@@ -44,7 +44,7 @@ from .signatures import listed
 from .state import StateLayout, StaticLeaf, TrainState
 from .states import StateManager
 
-_TIMEOUT = 600.0  # seconds that a process waits for the parts of others
+_TIMEOUT = 600.0  # seconds that a process waits until the others have written
 
 
 def peers_of(runtime: Runtime[Any, Any]) -> Peers:
@@ -60,7 +60,7 @@ def peers_of(runtime: Runtime[Any, Any]) -> Peers:
 def save_state(
     manager: StateManager, state: TrainState, path: str | Path, *, data: Any, extra: Any, keep: int | None, later: bool
 ) -> Save:
-    """Begin to save a state. With `later`, its values are copied, and the steps may go on. Every process calls it."""
+    """Begin to save a state. With `later`, its values are copied, so training may continue. Every process calls it."""
     form, runtime = manager.known_form(state), manager.runtime_for(state)
     settle(manager, state)
     try:
@@ -203,8 +203,8 @@ class _Restore:
         like = optree.tree_map(without_memory, self._like())
         register_dataclasses(like)
         self.form, self.leaves = manager.place(*manager.begun(like))
-        self.program = self._program()
-        self.saved: SavedLeaves = saved_leaves(manager, self.form, self._where)
+        self.where = self._where(self._program())
+        self.saved: SavedLeaves = saved_leaves(manager, self.form, self.where.__getitem__)
         self.shards: dict[tuple[int, int], torch.Tensor] = {}  # by index of the held tensor and rank
 
     def state(self) -> TrainState:
@@ -250,7 +250,7 @@ class _Restore:
         return self.manager.init(self.options.like)
 
     def _program(self) -> PipelineProgram | None:
-        """Return the program of a pipeline, which tells the ranks that hold a leaf; None if it is not known."""
+        """Return the program of a pipeline, with the ranks that hold each leaf; None if it is not known."""
         made = self.checkpoint.body["batch"]
         if pipeline_of(self.manager.f.layout) is None or made is None or self.manager.batches.own:
             return None
@@ -271,13 +271,16 @@ class _Restore:
         is_chain = isinstance(program, PipelineProgram) and program.schedule.versions is None
         return program if is_chain else None
 
-    def _where(self, index: int) -> Where:
-        owners = _owners(self.form, index)
+    def _where(self, program: PipelineProgram | None) -> list[Where]:
+        """Return the ranks that hold each leaf."""
+        found = [_owners(self.form, index) for index in range(len(self.form.specs))]
         plan = pipeline_of(self.manager.f.layout)
-        if self.program is None or plan is None:
-            return owners
-        number = sum(isinstance(look, TensorSignature) for look in self.form.looks[:index])
-        return (*owners, (plan.axis, tuple(sorted(self.program.holders(self.program.inputs[number])))))
+        if program is None or plan is None:
+            return found
+        tensors = (index for index, look in enumerate(self.form.looks) if isinstance(look, TensorSignature))
+        for index, node in zip(tensors, program.inputs, strict=False):  # the batch follows
+            found[index] += ((plan.axis, tuple(sorted(program.holders(node)))),)
+        return found
 
     # --- leaves ---
 
@@ -286,14 +289,15 @@ class _Restore:
         held = {(leaf.kind, leaf.key): leaf for leaf in self.plan.leaves}
         names = {(kind, self._renamed(kind, key)): (kind, key) for kind, key in held}
         found, problems, used = [], [], set()
-        for leaf in (*self.saved.tensors, *self.saved.rounded):
+        every = [(leaf, False) for leaf in self.saved.tensors] + [(leaf, True) for leaf in self.saved.rounded]
+        for leaf, is_rounded in every:
             old = names.get((leaf.kind, leaf.key))
             if old is None:
                 if not (self.options.partial or leaf.key.startswith("~")):
                     problems.append(f"{leaf}: the checkpoint does not have it")
                 continue
             used.add(old)
-            saved, is_rounded = held[old], leaf in self.saved.rounded
+            saved = held[old]
             if saved.shape != leaf.shape:
                 problems.append(f"{leaf}: {saved.shape} in the checkpoint, {leaf.shape} in this step")
             elif saved.dtype != leaf.dtype and not (is_rounded or self.options.cast):
@@ -317,7 +321,7 @@ class _Restore:
         return key
 
     def _numbers(self) -> dict[int, Any]:
-        """Return the values of the leaves that are no tensors, by index."""
+        """Return the values of the leaves that are not tensors, by index."""
         saved = {
             f"{kind}/{self._renamed(kind, rest)}": value
             for key, value in self.checkpoint.numbers.items()
@@ -341,7 +345,7 @@ class _Restore:
             if leaf.is_meta:
                 raise CheckpointError(f"{self.checkpoint.path}: it does not have a value for {self.form.path(index)}")
             return self.runtime.shard(leaf, spec)
-        where, mesh = self._where(index), self.manager.mesh
+        where, mesh = self.where[index], self.manager.mesh
 
         def shard(rank: int) -> torch.Tensor:
             coordinates = mesh.coordinates(rank)

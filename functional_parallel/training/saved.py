@@ -50,7 +50,7 @@ class _Constant:
 
 
 class _Source(NamedTuple):
-    """Where a full tensor of the user's trees lies: in one held tensor, in one per row, or in a vector."""
+    """Position of a full tensor of the user's trees: in one held tensor, in one per row, or in a vector."""
 
     held: tuple[int, ...]
     number: int | None = None  # of the parameter in a vector

@@ -52,7 +52,7 @@ class StateManager(ABC):
         self._forms: dict[Any, StateLayout] = {}
         self._known: set[StateLayout] = set()
         self._latest: dict[StateLayout, Any] = {}  # programs
-        self.batch_signature: Any = None  # shapes of the last batch, as JSON
+        self.batch_signature: Any = None  # shapes of the last batch that was traced, as JSON
         self.plans: dict[Any, Any] = {}  # of checkpoints
 
     @abstractmethod

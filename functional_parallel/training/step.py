@@ -379,7 +379,6 @@ class TrainStep(StateManager):
     ) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
         key = (tree, tuple(map(leaf_signature, leaves)))
-        self.batch_signature = tree_to_json(batch, _signature)
         programs = self._lowered.setdefault((form, exchanges), ProgramCache("train_step", below=3))
         lowered = programs.get(key, lambda: self._trace(form, shapes(), batch, exchanges))
         self.program = self._latest[form] = lowered.program
@@ -388,6 +387,7 @@ class TrainStep(StateManager):
     def _trace(
         self, form: StateLayout, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], exchanges: bool
     ) -> Lowered:
+        self.batch_signature = tree_to_json(batch, _signature)
         params, _ = held
         _, state_specs = form.trees(list(form.specs))
         batch = self.batches.global_shapes(params, batch)

@@ -15,17 +15,14 @@ import torch
 import functional_parallel as fp
 from functional_parallel.checkpoint.format import encode, header
 from functional_parallel.errors import CheckpointError, DamagedCheckpointError
-from sharding_specs import Box, Mesh
+from sharding_specs import Box
 
-PARAMS = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3)}
+from .small import PARAMS, small_step
 
 
 @pytest.fixture(scope="module")
 def train() -> Any:
-    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return (x @ p["w"] + p["b"]).square().mean()
-
-    return fp.train_step(loss, fp.optim.sgd(0.1, momentum=0.9), Mesh(data=2), fp.zero(3, "data"), donate=False)
+    return small_step(donate=False)
 
 
 @pytest.fixture(scope="module")

@@ -18,24 +18,14 @@ import functional_parallel as fp
 from functional_parallel.checkpoint import saving
 from functional_parallel.checkpoint.disk import Disk
 from functional_parallel.errors import CheckpointError
-from sharding_specs import Mesh
 
 from ..processes import run_on_processes
-
-PARAMS = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3)}
-
-
-def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] + p["b"]).square().mean()
-
-
-def step_of(mesh: Mesh) -> Any:
-    return fp.train_step(loss, fp.optim.sgd(0.1, momentum=0.9), mesh, fp.zero(3, "data"), reduction="ordered")
+from .small import PARAMS, small_step
 
 
 @pytest.fixture(scope="module")
 def train() -> Any:
-    return step_of(Mesh(data=2))
+    return small_step(reduction="ordered")
 
 
 def steps(folder: Path) -> list[str]:
@@ -119,7 +109,7 @@ def test_no_checkpoint(train: Any, tmp_path: Path) -> None:
 
 
 def a_rank_fails(rank: int, folder: str) -> list[str]:
-    train, found = step_of(Mesh(data=2)), []
+    train, found = small_step(reduction="ordered"), []
     state = train.init(PARAMS)
     if rank:
         saving.Disk = _Full  # type: ignore[misc]
@@ -148,7 +138,7 @@ def test_a_rank_that_cannot_write_is_reported_on_all(tmp_path: Path) -> None:
 
 
 def not_shared(rank: int, folder: str) -> str:
-    train = step_of(Mesh(data=2))
+    train = small_step(reduction="ordered")
     with pytest.raises(CheckpointError) as caught:
         train.save(train.init(PARAMS), Path(folder) / str(rank))
     return str(caught.value)
@@ -208,7 +198,7 @@ def without_a_store(rank: int, folder: str) -> list[str]:
     from functional_parallel.runtime import ProcessRuntime
 
     ProcessRuntime.store = property(lambda self: None)  # type: ignore[assignment,method-assign]
-    train = step_of(Mesh(data=2))
+    train = small_step(reduction="ordered")
     state = train.init(PARAMS)
     train.save(state, folder)
     with fp.checkpoint.Saver(folder) as saver:

@@ -12,19 +12,14 @@ import functional_parallel as fp
 from functional_parallel.checkpoint import saving
 from functional_parallel.checkpoint.folder import committed
 from functional_parallel.errors import CheckpointError
-from sharding_specs import Mesh
 
 from .lossy import CarelessDisk, LossyDisk, PowerCut
-
-PARAMS = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3)}
+from .small import PARAMS, small_step
 
 
 @pytest.fixture(scope="module")
 def train() -> Any:
-    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return (x @ p["w"] + p["b"]).square().mean()
-
-    return fp.train_step(loss, fp.optim.sgd(0.1, momentum=0.9), Mesh(data=2), fp.zero(3, "data"), donate=False)
+    return small_step(donate=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,73 @@
+"""Boxes of files are read block by block, and no block is read that has none of their bytes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from functional_parallel.checkpoint import files, sums
+from functional_parallel.checkpoint.disk import Disk
+from functional_parallel.checkpoint.files import ShardFile, write_file
+from sharding_specs import Box
+
+SMALL = 64  # bytes of a block here
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_box_of_any_tensor(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    sizes = tuple(data.draw(st.integers(1, size)) for size in shape)
+    start = tuple(data.draw(st.integers(0, size - count)) for size, count in zip(shape, sizes, strict=True))
+    dtype = data.draw(st.sampled_from([torch.float64, torch.int16]))
+    full, box = torch.arange(math.prod(shape)).to(dtype).view(shape), Box(start, sizes)
+    path = tmp_path_factory.mktemp("file") / "model.safetensors"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "BLOCK", SMALL)
+        patch.setattr(files, "BLOCK", SMALL)
+        entries = [("first", torch.int16, Box((0,), (5,))), ("x", dtype, Box((0,) * len(shape), shape))]
+        info = write_file(Disk(), path, entries, [torch.ones(5, dtype=torch.int16), full], "crc32")
+        with ShardFile(path, info, "crc32") as file:
+            read = read_blocks(file, patch)
+            target = torch.zeros(sizes, dtype=dtype)
+            file.read(file.entries["x"], box, target)
+            assert torch.equal(target, full[box.slices])
+            numbers = torch.arange(full.numel()).view(shape)[box.slices].flatten() * dtype.itemsize
+            begin = file.entries["x"].begin
+            needed = {(begin + int(n) + byte) // SMALL for n in numbers for byte in (0, dtype.itemsize - 1)}
+            span = set(range(min(needed), max(needed) + 1))
+            assert needed <= read <= span
+
+
+def read_blocks(file: ShardFile, patch: pytest.MonkeyPatch) -> set[int]:
+    """The blocks that are verified from now on."""
+    found: set[int] = set()
+    verify = file._verify
+
+    def seen(number: int, data: memoryview) -> None:
+        found.add(number)
+        verify(number, data)
+
+    patch.setattr(file, "_verify", seen)
+    file._last = (-1, memoryview(b""))
+    return found
+
+
+def test_columns_of_long_rows_are_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "BLOCK", SMALL)
+    monkeypatch.setattr(files, "BLOCK", SMALL)
+    full = torch.arange(4 * 400.0).view(4, 400)  # 1,600 bytes, 25 blocks, of a row
+    path = tmp_path / "model.safetensors"
+    info = write_file(Disk(), path, [("x", torch.float32, Box((0, 0), (4, 400)))], [full], "crc32")
+    with ShardFile(path, info, "crc32") as file:
+        read = read_blocks(file, monkeypatch)
+        target = torch.zeros(4, 8)
+        file.read(file.entries["x"], Box((0, 100), (4, 8)), target)
+        assert torch.equal(target, full[:, 100:108])
+        assert len(read) <= 4 * 2
