@@ -115,7 +115,8 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
             return shards[-1]
 
         base = self.base.assemble(spec, (), seen)
-        aval = Aval(tuple(shards[0].shape), shards[0].dtype, shards[0].device)
+        device = shards[0].device if self.carrier is None else self.base.device  # a shard elsewhere has no memory here
+        aval = Aval(tuple(shards[0].shape), shards[0].dtype, device)
         return PipelineValue(dict.fromkeys(here, base), None if holders is None else frozenset(holders), aval)
 
     def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
