@@ -150,7 +150,7 @@ class RunFolder:
             self._remove(replaced, nonce)
 
     def keep(self, count: int, nonce: str) -> None:
-        """Remove all committed checkpoints but the newest ones."""
+        """Keep the newest `count` committed checkpoints, and remove the others."""
         for each in committed(self.path)[count:]:
             self._remove(each, nonce)
 

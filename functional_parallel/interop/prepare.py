@@ -115,7 +115,7 @@ class PreparedStep:
         return self._module
 
     def eval(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function of the model, to be called with batches, that evaluates on the sharded state.
+        """Compile a function of the model that is evaluated on the sharded state. It is called with batches.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh

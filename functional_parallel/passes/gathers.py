@@ -133,7 +133,7 @@ class Placement:
         return found
 
     def _after(self, position: int) -> int:
-        """Return the next position of an op that is not moved."""
+        """Return the first position after `position` with an op that is not moved."""
         position += 1
         while self.ordered[position] in self.is_moved:
             position += 1

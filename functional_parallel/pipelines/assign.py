@@ -57,7 +57,7 @@ def _view_where_used(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) 
 
 
 def _is_whole_view(node: fx.Node) -> bool:
-    """Whether `node` is a view that shows its full base. The test compares bytes: the base is not larger."""
+    """Whether `node` is a view of all elements of its base, by a comparison of their bytes."""
     base = view_base(node)
     if base is None or not isinstance(info(base).val, Aval) or not isinstance(info(node).val, Aval):
         return False
