@@ -83,14 +83,10 @@ class Bench:
         full = {name: torch.randn(ROWS, COLUMNS, generator=generator) for name in names}
         self.state = self.train.init(full)
         del full
-        self.rank, self.x = fp.rank(), torch.ones(256, ROWS)
-        mesh = init_device_mesh("cpu", (2,))
+        self.rank, self.x, self.mesh = fp.rank(), torch.ones(256, ROWS), init_device_mesh("cpu", (2,))
         shards = [handle for handle in self.state.handles if isinstance(handle, torch.Tensor) and handle.ndim == 2]
         self.parts = {name: shard.clone() for name, shard in zip(names, shards, strict=True)}
-        self.by_rows = {name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in self.parts.items()}
-        self.by_columns = {
-            name: DTensor.from_local(torch.empty(ROWS, COLUMNS // 2), mesh, [Shard(1)]) for name in names
-        }
+        self.by_rows = {name: DTensor.from_local(part, self.mesh, [Shard(0)]) for name, part in self.parts.items()}
         self.stalls: list[float] = []
 
     def times(self, rounds: int) -> Times:
@@ -170,7 +166,10 @@ class Bench:
         future.result()
 
     def dcp_load(self, path: Path) -> None:
-        dcp.load(self.by_columns, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        state = {  # new memory, as restore has it
+            name: DTensor.from_local(torch.empty(ROWS, COLUMNS // 2), self.mesh, [Shard(1)]) for name in self.parts
+        }
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,24 @@ class Box(NamedTuple):
         """Return the same box with indices relative to the start of another box."""
         return Box(tuple(mine - its for mine, its in zip(self.start, other.start, strict=True)), self.size)
 
+    def cut(self, dim: int, count: int) -> tuple[Box, Box]:
+        """Return the first `count` indices of a dim, and the others."""
+        start, size = list(self.start), list(self.size)
+        start[dim], size[dim] = start[dim] + count, size[dim] - count
+        first = (*self.size[:dim], count, *self.size[dim + 1 :])
+        return Box(self.start, first), Box(tuple(start), tuple(size))
+
+    def ends(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the positions of the first and the last element in a contiguous tensor of a shape.
+
+        >>> Box((1, 2), (2, 1)).ends((4, 8))
+        (10, 18)
+        """
+        first = last = 0
+        for length, start, count in zip(shape, self.start, self.size, strict=True):
+            first, last = first * length + start, last * length + start + count - 1
+        return first, last
+
     def _stop(self) -> tuple[int, ...]:
         return tuple(start + size for start, size in zip(self.start, self.size, strict=True))
 

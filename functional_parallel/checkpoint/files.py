@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,7 +80,7 @@ def write_file(
     return FileInfo(size, sums.finish())
 
 
-class ShardFile:
+class ShardFile(AbstractContextManager["ShardFile"]):
     """A safetensors file. Every block is verified when it is read, if its checksums are known.
 
     Args:
@@ -91,8 +91,7 @@ class ShardFile:
 
     def __init__(self, path: Path, info: FileInfo | None = None, algorithm: str = "crc32") -> None:
         self.path, self._sums, self._new = path, None if info is None else info.sums, hasher(algorithm)
-        self._last: tuple[int, memoryview] = (-1, memoryview(b""))
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory, self._number = torch.empty(BLOCK, dtype=torch.uint8), -1  # the last block that was read
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -106,9 +105,6 @@ class ShardFile:
     def close(self) -> None:
         os.close(self._file)
 
-    def __enter__(self) -> ShardFile:
-        return self
-
     def __exit__(self, *_: Any) -> None:
         self.close()
 
@@ -116,8 +112,8 @@ class ShardFile:
         try:
             length = int.from_bytes(self.block(0)[:8], "little")
             stop = min(8 + length, self.size)
-            head = b"".join(bytes(self.block(number)) for number in range(-(-stop // BLOCK)))
-            return parse_header(head[:stop], self.size)
+            head = b"".join(bytes(self.block(start // BLOCK)[: stop - start]) for start in range(0, stop, BLOCK))
+            return parse_header(head, self.size)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.close()
             raise DamagedCheckpointError(
@@ -130,11 +126,17 @@ class ShardFile:
         Raises:
             DamagedCheckpointError: if its checksum is wrong.
         """
-        if self._last[0] != number:
-            data = memoryview(os.pread(self._file, BLOCK, number * BLOCK))
-            self._verify(number, data)
-            self._last = (number, data)
-        return self._last[1]
+        data = memory_of(self._memory)[: self.size - number * BLOCK]
+        if self._number != number:
+            self._number = -1
+            self._load(number, data)
+            self._number = number
+        return data
+
+    def _load(self, number: int, into: memoryview) -> None:
+        if os.preadv(self._file, [into], number * BLOCK) != len(into):
+            raise DamagedCheckpointError(f"{self.path}: the file was cut while it was read")
+        self._verify(number, into)
 
     def _verify(self, number: int, data: memoryview) -> None:
         if self._sums is None:
@@ -147,12 +149,6 @@ class ShardFile:
                 f"{self.path}: bytes {begin:,} to {begin + len(data):,} are damaged: their checksum is wrong"
             )
 
-    def _stage(self, size: int) -> torch.Tensor:
-        """Return memory for one box, which is used again for the next one."""
-        if self._memory.numel() < size:
-            self._memory = torch.empty(size, dtype=torch.uint8)
-        return self._memory[:size]
-
     def verify(self) -> None:
         """Read all blocks."""
         for number in range(-(-self.size // BLOCK)):
@@ -162,40 +158,52 @@ class ShardFile:
         """Copy a box of an entry into a tensor of its shape, which may have another dtype and device."""
         if not common.numel:
             return
-        strides = [math.prod(entry.box.size[dim + 1 :]) for dim in range(len(entry.box.size))]
-        inside, size = common.within(entry.box), entry.dtype.itemsize
-        first = sum(map(math.prod, zip(inside.start, strides, strict=True)))
-        span = 1 + sum((count - 1) * stride for count, stride in zip(common.size, strides, strict=True))
-        begin, end = entry.begin + first * size, entry.begin + (first + span) * size
-        is_run = span == common.numel
-        direct = is_run and target.is_contiguous() and target.dtype == entry.dtype and target.device.type == "cpu"
-        stage = target if direct else self._stage(span * size).view(entry.dtype)
-        memory = memory_of(stage)
-        for number in self._needed(begin, end, common, strides, size):
-            low, high = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
-            part = memory[low - begin : high - begin]
-            if len(part) == BLOCK and self._last[0] != number:
-                if os.preadv(self._file, [part], low) != BLOCK:
-                    raise DamagedCheckpointError(f"{self.path}: the file was cut while it was read")
-                self._verify(number, part)
-            else:
-                part[:] = self.block(number)[low - number * BLOCK : high - number * BLOCK]
-        if not direct:
-            target.copy_(stage.as_strided(common.size, strides))
-
-    def _needed(self, begin: int, end: int, common: Box, strides: Sequence[int], size: int) -> Iterator[int]:
-        """Yield the blocks with bytes of a box. Each index of a dim is visited if its stride exceeds a block."""
-        far = [dim for dim, stride in enumerate(strides) if stride * size > BLOCK and common.size[dim] > 1]
-        if not far:
-            yield from range(begin // BLOCK, (end - 1) // BLOCK + 1)
+        begin, end = entry.range(common)
+        is_run = end - begin == common.numel * entry.dtype.itemsize
+        if is_run and target.is_contiguous() and target.dtype == entry.dtype and target.device.type == "cpu":
+            self._read_run(begin, memory_of(target))
             return
-        dim = far[0]
-        inner = sum((c - 1) * s for c, s in zip(common.size[dim + 1 :], strides[dim + 1 :], strict=True)) + 1
-        after = Box(common.start[dim + 1 :], common.size[dim + 1 :])
-        last = -1
-        for index in range(common.size[dim]):
-            low = begin + index * strides[dim] * size
-            for number in self._needed(low, low + inner * size, after, strides[dim + 1 :], size):
-                if number > last:
-                    yield number
-                    last = number
+        strides = torch.empty(entry.box.size, device="meta").stride()
+        for part in self._parts(entry, common, strides):
+            found = self._bytes(*entry.range(part), entry.dtype).as_strided(part.size, strides)
+            target[part.within(common).slices].copy_(found)
+
+    def _read_run(self, begin: int, into: memoryview) -> None:
+        """Read the bytes from `begin` on, whole blocks without a copy."""
+        end = begin + len(into)
+        for number in range(begin // BLOCK, (end - 1) // BLOCK + 1):
+            start = number * BLOCK
+            low, high = max(begin, start), min(end, start + BLOCK)
+            part = into[low - begin : high - begin]
+            if len(part) == BLOCK and self._number != number:
+                self._load(number, part)
+            else:
+                part[:] = self.block(number)[low - start : high - start]
+
+    def _bytes(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the elements in a range of bytes, which is in one block or has one element, until the next call."""
+        pieces = []
+        for number in range(begin // BLOCK, (end - 1) // BLOCK + 1):
+            self.block(number)
+            piece = self._memory[max(0, begin - number * BLOCK) : end - number * BLOCK]
+            is_whole = len(piece) == end - begin and piece.storage_offset() % dtype.itemsize == 0
+            pieces.append(piece if is_whole else piece.clone())
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(dtype)
+
+    def _parts(self, entry: Entry, box: Box, strides: Sequence[int]) -> Iterator[Box]:
+        """Yield the parts of a box in the order of the file. Each is in one block, or is one element in two blocks."""
+        dim = next((dim for dim, count in enumerate(box.size) if count > 1), None)
+        while box.numel:
+            begin, end = entry.range(box)
+            room = BLOCK - begin % BLOCK
+            if dim is None or end - begin <= room:
+                yield box
+                return
+            stride = strides[dim] * entry.dtype.itemsize
+            row = end - begin - (box.size[dim] - 1) * stride  # bytes of one index of the dim
+            count = max(0, (room - row) // stride + 1)
+            first, box = box.cut(dim, max(1, count))
+            if count:
+                yield first
+            else:
+                yield from self._parts(entry, first, strides)

@@ -142,14 +142,12 @@ def _shards(path: Path, files: ExitStack) -> Made:
         if len({(len(end), entry.dtype) for end, (_, entry) in zip(ends, parts, strict=True)}) > 1:
             raise DamagedCheckpointError(f"{path}: {key!r} has other dims or dtypes in other files")
         shape = tuple(map(max, zip(*ends, strict=True)))
-        if sum(entry.box.numel for _, entry in parts) != math.prod(shape) or _overlap([e.box for _, e in parts]):
+        all_boxes = [entry.box for _, entry in parts]
+        overlap = any(a.intersection(b) is not None for i, a in enumerate(all_boxes) for b in all_boxes[:i])
+        if sum(box.numel for box in all_boxes) != math.prod(shape) or overlap:
             raise DamagedCheckpointError(f"{path}: the boxes of {key!r} have gaps or overlap: a file is missing")
         found[key] = shape, parts[0][1].dtype, lambda shape=shape, parts=parts: _joined(shape, parts)  # type: ignore[misc]
     return found
-
-
-def _overlap(boxes: list[Box]) -> bool:
-    return any(a.intersection(b) is not None for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def _joined(shape: tuple[int, ...], parts: list[tuple[ShardFile, Entry]]) -> torch.Tensor:

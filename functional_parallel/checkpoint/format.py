@@ -42,6 +42,11 @@ class Entry(NamedTuple):
     begin: int
     end: int
 
+    def range(self, part: Box) -> tuple[int, int]:
+        """Return the range of bytes from the first to the last element of a part of the box."""
+        first, last = part.within(self.box).ends(self.box.size)
+        return self.begin + first * self.dtype.itemsize, self.begin + (last + 1) * self.dtype.itemsize
+
 
 def dtype_name(leaf: str, dtype: torch.dtype) -> str:
     """Return the name of a dtype in safetensors.

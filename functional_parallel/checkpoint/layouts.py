@@ -59,13 +59,6 @@ class Vector:
         size = self.length // mesh.axis_size(self.over)
         return index * size - self.begin, (index + 1) * size - self.begin
 
-    def index(self, coordinates: Coordinates, mesh: Mesh) -> int:
-        """Return the index of a rank's slice."""
-        found = 0
-        for axis in self.over:
-            found = found * mesh.axis_size(axis) + coordinates[axis]
-        return found
-
 
 @dataclass(frozen=True)
 class Writers:
@@ -76,10 +69,7 @@ class Writers:
 
     def at(self, coordinates: Coordinates, mesh: Mesh) -> int:
         """Return the index of the writer among the ranks that differ only along the other axes."""
-        place = 0
-        for axis in self.axes:
-            place = place * mesh.axis_size(axis) + coordinates[axis]
-        return self.index[place]
+        return self.index[_index(self.axes, coordinates, mesh)]
 
 
 @dataclass(frozen=True)
@@ -175,7 +165,7 @@ class LeafLayout:
             yield from ((box, local, None) for box, local in found)
         else:
             held, shards = list(found), local_shape(shape, piece.spec, mesh)
-            start, stop = piece.vector.range_of(piece.vector.index(coordinates, mesh), mesh)
+            start, stop = piece.vector.range_of(_index(piece.vector.over, coordinates, mesh), mesh)
             for at, run in boxes_of_run(shards, max(start, 0), min(stop, math.prod(shards))):
                 for box, local in held:
                     common = run.intersection(local)
@@ -219,16 +209,13 @@ class LeafLayout:
         """Return the indices of the slices of a vector from the first to the last that has elements of a box."""
         shape = self.shape if piece.rows is None else self.shape[1:]
         shards, size = local_shape(shape, piece.spec, mesh), vector.length // mesh.axis_size(vector.over)
-        ends = []
+        ends: list[int] = []
         for whole, local in rank_boxes(shape, piece.spec, mesh, coordinates):
             common = whole.intersection(box)
             if common is not None:
-                inside = common.within(whole)
-                for last in (0, 1):
-                    place = 0
-                    for length, start, begin, count in zip(shards, inside.start, local.start, inside.size, strict=True):
-                        place = place * length + start + begin + last * (count - 1)
-                    ends.append(place + vector.begin)
+                inside = zip(common.start, whole.start, local.start, strict=True)
+                held = Box(tuple(its - first + start for its, first, start in inside), common.size)
+                ends += [place + vector.begin for place in held.ends(shards)]
         return range(min(ends) // size, max(ends) // size + 1) if ends else range(0)
 
 
@@ -246,6 +233,14 @@ def _in_rows(box: Box, rows: Sequence[int]) -> Box | None:
     if not any(box.start[0] <= row < box.start[0] + box.size[0] for row in rows):
         return None
     return Box(box.start[1:], box.size[1:])
+
+
+def _index(axes: Sequence[str], coordinates: Coordinates, mesh: Mesh) -> int:
+    """Return the index of a rank along several axes, the outermost first."""
+    found = 0
+    for axis in axes:
+        found = found * mesh.axis_size(axis) + coordinates[axis]
+    return found
 
 
 def _digits(index: int, axes: Sequence[str], mesh: Mesh) -> dict[str, int]:

@@ -16,7 +16,9 @@ _library = torch.library.Library("fp", "FRAGMENT")
 _functions: dict[Target, Callable[..., Any]] = {}
 
 
-def define_op(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], form: Callable[..., Any]) -> Any:
+def define_op(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], form: Callable[..., Any], *tags: torch.Tag
+) -> Any:
     """Define a library op and return it.
 
     Args:
@@ -24,9 +26,10 @@ def define_op(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any],
         kernel: computes the results, on every device.
         fake: returns tensors with the shapes and dtypes of the results.
         form: the differentiable form of the op.
+        *tags: torch's tags of the op.
     """
     name = schema.partition("(")[0]
-    _library.define(schema)
+    _library.define(schema, tags=tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp::{name}", fake, lib=_library)
     op = getattr(torch.ops.fp, name).default

@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 
-from ..ir import register_differentiable
+from ..ir import define_op
 
 Counts = dict[str, int]  # the number of updates done, by the name of the function that reads it
 
 _functions: dict[str, Callable[[Any], Any]] = {}
 _names: dict[int, str] = {}
 _counts: ContextVar[Counts | None] = ContextVar("counts", default=None)
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("rate_on_host(Tensor updates, str name) -> Tensor", tags=(torch.Tag.pointwise,))
 
 
 def rate_on_host(function: Callable[[Any], Any], updates: torch.Tensor) -> torch.Tensor:
@@ -87,12 +84,11 @@ def _rate(name: str, updates: int) -> float:
     return float(rate)
 
 
-_library.impl("rate_on_host", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fp::rate_on_host", lambda updates, name: torch.empty_like(updates, dtype=torch.float64), lib=_library
+OP = define_op(
+    "rate_on_host(Tensor updates, str name) -> Tensor",
+    _kernel,
+    lambda updates, name: torch.empty_like(updates, dtype=torch.float64),
+    lambda updates, name: torch.ops.fp.rate_on_host(updates.detach(), name),
+    torch.Tag.pointwise,
 )
-OP = torch.ops.fp.rate_on_host.default
-torch.library.register_vmap(
-    "fp::rate_on_host", lambda info, in_dims, updates, name: (OP(updates, name), in_dims[0]), lib=_library
-)
-register_differentiable(OP, lambda updates, name: OP(updates.detach(), name))
+torch.library.register_vmap(OP, lambda info, in_dims, updates, name: (OP(updates, name), in_dims[0]))

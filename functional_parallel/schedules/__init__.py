@@ -3,21 +3,18 @@
 Schedules can also be drawn and searched. This package does not import torch: a schedule is lists of numbers.
 """
 
-from . import command as command
-from .actions import Action, Schedule, Versions, rows
-from .actions import count as count
+from . import command
+from .actions import Action, Schedule, Versions, count, rows
 from .asynchronous import pipedream, two_bw
 from .automatic import zb_auto
 from .check import check, kept_versions, peaks
-from .dependencies import receiving_stage as receiving_stage
-from .dependencies import replay as replay
+from .dependencies import receiving_stage, replay
 from .dualpipe import dualpipe, dualpipe_v
 from .interleaved import breadth_first, interleaved
 from .messages import Receive, Send, check_messages, messages
 from .one_stage import eager_one_f_one_b, gpipe, naive, one_f_one_b
 from .registry import FAMILIES, Family, for_ranks, get, stages_for
-from .search import Layer, Machine, Plan, balanced_cut, search
-from .search import check_search as check_search
+from .search import Layer, Machine, Plan, balanced_cut, check_search, search
 from .simulate import Costs, Event, Timeline, simulate
 from .timeline import chrome_trace, plot, summary, timeline_text
 from .torch_csv import from_csv, to_csv

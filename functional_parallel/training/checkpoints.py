@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,7 +215,13 @@ class _Restore:
         handles = [self._handle(index, numbers, index in read) for index in range(len(self.leaves))]
         items = plan_restore(self.plan, wanted, self.manager.mesh)
         for rank in {rank: None for _, rank in self.shards}:
-            mine = (item for item in items.rank(rank) if (item.part.held, rank) in self.shards)
+            mine = [item for item in items.rank(rank) if (item.part.held, rank) in self.shards]
+            covered = Counter[int]()
+            for item in mine:
+                covered[item.part.held] += item.part.box.numel
+            for (index, owner), shard in self.shards.items():
+                if owner == rank and covered[index] < shard.numel():
+                    shard.zero_()  # padding
             self.checkpoint.read(mine, lambda held, rank=rank: self.shards[held, rank])  # type: ignore[misc]
         whose = f", of the state that call {self.runtime.calls} restored"
         return TrainState(self.checkpoint.step, tuple(handles), self.form, whose)
@@ -352,7 +359,7 @@ class _Restore:
             size = local_shape(leaf.shape, spec, mesh)
             if not all(coordinates[axis] in indices for axis, indices in where):
                 return torch.empty(size, dtype=leaf.dtype, device="meta")
-            made = torch.zeros(size, dtype=leaf.dtype, device=self.device)
+            made = torch.empty(size, dtype=leaf.dtype, device=self.device)
             self.shards[index, rank] = made
             return made
 

@@ -42,11 +42,11 @@ class SavedLeaves:
     params: PyTree
 
 
+@dataclass
 class _Constant:
     """Stands for a held leaf that is not a tensor."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    index: int
 
 
 class _Source(NamedTuple):
@@ -96,20 +96,16 @@ class _Markers:
             spec, begin, length = packing.place(number)
             pieces = [Piece(spec, held, None, Vector(packing.over, begin, length), where(held[0]))]
         elif not is_stack:
-            pieces = [Piece(_split(self.form.specs[held[0]]), held, None, None, where(held[0]))]
+            pieces = [Piece(P(*self.form.specs[held[0]].dims), held, None, None, where(held[0]))]
         else:
             rows: dict[tuple[P, Where], list[int]] = {}
             for row, index in enumerate(held):
-                rows.setdefault((_split(self.form.specs[index]), where(index)), []).append(row)
+                rows.setdefault((P(*self.form.specs[index].dims), where(index)), []).append(row)
             pieces = [
                 Piece(spec, tuple(held[row] for row in found), tuple(found), None, place)
                 for (spec, place), found in rows.items()
             ]
         return LeafLayout(kind, key, shape, marker.dtype, tuple(pieces))
-
-
-def _split(spec: P) -> P:
-    return P(*spec.dims)
 
 
 def saved_leaves(manager: StateManager, form: StateLayout, where: Callable[[int], Where]) -> SavedLeaves:

@@ -77,6 +77,7 @@ def held_tensors(leaf: LeafLayout, mesh: Mesh, rank: int, full: torch.Tensor | N
             if piece.vector is not None:
                 vector = torch.full((piece.vector.length,), -2.0, dtype=leaf.dtype)
                 vector[piece.vector.begin : piece.vector.begin + shard.numel()] = shard.flatten()
-                shard = vector.chunk(mesh.axis_size(piece.vector.over))[piece.vector.index(coordinates, mesh)].clone()
+                over = piece.vector.over
+                shard = vector.chunk(mesh.axis_size(over))[mesh.axis_index(rank, over)].clone()
             found[held] = shard
     return found

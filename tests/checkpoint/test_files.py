@@ -55,7 +55,7 @@ def read_blocks(file: ShardFile, patch: pytest.MonkeyPatch) -> set[int]:
         verify(number, data)
 
     patch.setattr(file, "_verify", seen)
-    file._last = (-1, memoryview(b""))
+    file._number = -1
     return found
 
 
