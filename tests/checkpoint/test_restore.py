@@ -56,6 +56,21 @@ def test_a_pipelines_rank_holds_only_its_stages_before_the_first_step(saved: Any
     assert None not in {handle.holders for handle in restored.handles}
 
 
+@pytest.mark.parametrize("name", ["zero 3, padded", "zero 1, flat"])
+def test_padding_is_zero(name: str, tmp_path: Path) -> None:
+    train = train_of(name)
+    state = train.init(PARAMS)
+    train.save(state, tmp_path)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        restored = train.restore(tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    tensors = [handle for handle in state.handles if isinstance(handle, list)]
+    again = [handle for handle in restored.handles if isinstance(handle, list)]
+    assert all(map(torch.equal, sum(tensors, []), sum(again, []))) and len(tensors) == len(again)
+
+
 PAIRS = [("zero 3, padded", "zero 2"), ("flat", "pipeline"), ("pipeline", "zero 2"), ("masters", "flat")]
 ON_TWO: dict[str, Any] = {
     "zero 3, padded": (Mesh(data=2), fp.zero(3, "data")),
