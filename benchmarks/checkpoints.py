@@ -1,6 +1,6 @@
 """Time of saving and restoring a state on two processes, beside a plain write of the same bytes and torch's DCP.
 
-    python benchmarks/checkpoints.py [--mebibytes 512] [--rounds 9] [--folder DIR]
+    python benchmarks/checkpoints.py [--mebibytes 512] [--rounds 9] [--folder DIR] [--others]
 
 Contestants take turns in the same processes. A time is that of the slower rank. It prints medians, and in brackets the
 lowest and the highest time.
@@ -39,9 +39,10 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=512, help="of the state, over both ranks")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", help="on the disk to measure; a temporary one by default")
+    parser.add_argument("--others", action="store_true", help="also the writer of safetensors in DCP, and torch.save")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        found = fp.launch(measured, 2, args.mebibytes, args.rounds, folder)[0]
+        found = fp.launch(measured, 2, args.mebibytes, args.rounds, folder, args.others)[0]
     for name, times in found.items():
         low, middle, high = min(times), statistics.median(times), max(times)
         print(f"{name:44} {middle:7.3f} s  [{low:.3f} {high:.3f}]")
@@ -60,9 +61,9 @@ def main() -> None:
     print(f"longest stall of an asynchronous save: {max(found['asynchronous save, stall']):.3f} s")
 
 
-def measured(mebibytes: int, rounds: int, folder: str) -> Times:
+def measured(mebibytes: int, rounds: int, folder: str, others: bool) -> Times:
     warnings.simplefilter("ignore")
-    return Bench(mebibytes, Path(folder)).times(rounds)
+    return Bench(mebibytes, Path(folder)).times(rounds, others)
 
 
 def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ class Bench:
         self.by_rows = {name: DTensor.from_local(part, self.mesh, [Shard(0)]) for name, part in self.parts.items()}
         self.stalls: list[float] = []
 
-    def times(self, rounds: int) -> Times:
+    def times(self, rounds: int, others: bool) -> Times:
         self.steps()
         self.train.save(self.state, self.folder / "kept")
         kept = self.folder / "kept" / f"step_{self.state.step:08d}" / "params"
@@ -105,6 +106,9 @@ class Bench:
             "DCP save and steps": lambda: (self.dcp(), self.steps())[0],
             "DCP async save and steps": self.dcp_asynchronous,
         }
+        if others:
+            contestants["DCP HuggingFaceStorageWriter save"] = self.dcp_safetensors
+            contestants["gather, torch.save and fsync"] = self.gathered
         found: Times = {name: [] for name in contestants}
         for number in range(rounds + 1):  # the first round warms up
             for place in range(len(contestants)):
@@ -126,7 +130,9 @@ class Bench:
         dist.barrier()
         if self.rank == 0:
             for each in self.folder.iterdir():
-                if each.name != "kept":
+                if each.is_file():
+                    each.unlink()
+                elif each.name != "kept":
                     shutil.rmtree(each)
             os.sync()
         dist.barrier()
@@ -159,6 +165,17 @@ class Bench:
 
     def dcp(self) -> None:
         dcp.save(self.by_rows, storage_writer=dcp.FileSystemWriter(self.folder / "dcp"))
+
+    def dcp_safetensors(self) -> None:
+        writer = dcp.HuggingFaceStorageWriter(str(self.folder / "hf"), save_distributed=True)
+        dcp.save(self.by_rows, storage_writer=writer)
+
+    def gathered(self) -> None:
+        full = {name: part.full_tensor() for name, part in self.by_rows.items()}
+        if self.rank == 0:
+            with open(self.folder / "torch.pt", "wb") as file:
+                torch.save(full, file)
+                os.fsync(file.fileno())
 
     def dcp_asynchronous(self) -> None:
         future: Any = dcp.async_save(self.by_rows, storage_writer=dcp.FileSystemWriter(self.folder / "dcp"))

@@ -255,7 +255,7 @@ class _ShardInterpreter:
         results = step.decision.results
         if step.is_on_owner and self.owner is not None:
             results = tuple(self.owner if place == REPLICATED else place for place in results)
-        places = zip(results, parts, strict=False)
+        places = zip(results, parts, strict=True)
         values = [PartitionedValue(place, part, static, is_alone=alone) for place, part in places]
         self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
 

@@ -92,6 +92,28 @@ def test_as_many_copies_as_promised(axes: tuple[str, ...], layers: int, prefetch
     assert gathers(program) == {axis: (2 * layers - 1) * microbatches for axis in axes}  # x needs no gradient
 
 
+@pytest.mark.parametrize("axes", [("data",), ("shard", "replica")])
+@pytest.mark.parametrize("layers", [3, 4])
+def test_a_second_copy_is_gathered_as_soon_as_the_first_is_used(axes: tuple[str, ...], layers: int) -> None:
+    """With no bound on layers ahead, no op is between, except gathers and views of other parameters."""
+
+    def products(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for w in weights:
+            x = x @ w
+        return x.square().mean()
+
+    weights = [torch.randn(WIDTH, WIDTH).double() for _ in range(layers)]
+    step = fp.compile(fp.grad(plan_over(axes, prefetch=layers)(products)), mesh_of(axes))
+    program = step.lower(weights, torch.randn(8, WIDTH).double())
+    nodes, ends, seconds = list(program.traced.graph.nodes), dict[Any, int](), 0
+    for parameter, _, first, last in sorted(lifetimes(program), key=lambda each: each[2]):
+        if parameter in ends:
+            seconds += 1
+            assert not any(node.target is torch.ops.aten.mm.default for node in nodes[ends[parameter] + 1 : first])
+        ends[parameter] = last
+    assert seconds == layers - 1
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_the_peak_is_that_of_one_axis(prefetch: int) -> None:
     """Two axes of 2 ranks hold the same as one of 4, and while a layer is gathered, half of it once more."""

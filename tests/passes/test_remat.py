@@ -106,6 +106,21 @@ def test_dropout_repeats_itself() -> None:
     assert torch.equal(*found)
 
 
+def test_what_a_marked_function_returns_is_saved() -> None:
+    """It is computed from a value outside the function, and the backward of what follows needs it."""
+
+    @fp.recompute
+    def marked(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x)
+
+    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(marked(torch.tanh(x @ w))).sum()
+
+    w, x = torch.eye(4), torch.ones(2, 4)
+    found = fp.compile(fp.grad_and_value(fp.data_parallel("data")(f)), Mesh(data=2)).lower(w, x)
+    assert sum(node.target is torch.ops.aten.exp.default for node in found.traced.nodes) == 1
+
+
 def test_a_marked_function() -> None:
     @fp.recompute
     def block(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

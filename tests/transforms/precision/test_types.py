@@ -206,6 +206,16 @@ def test_every_collective_has_the_type_asked_for(kind: str, reduce: str, params:
     assert {each.operand.dtype for each in activations} == {compute}
 
 
+def test_gradients_that_an_island_leaves_wide_are_reduced_in_the_type_asked_for() -> None:
+    def f(p: Any, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x @ p["w"], (4,), p["scale"], p["shift"]).sum()
+
+    params = {"w": torch.eye(4), "scale": torch.ones(4), "shift": torch.zeros(4)}
+    plan = fp.chain(fp.mixed_precision("bf16", reduce="bf16"), fp.data_parallel("data"))
+    program = fp.compile(fp.grad(plan(f)), Mesh(data=2)).lower(params, torch.ones(4, 4))
+    assert [each.operand.dtype for each in program.collectives() if each.kind == "psum"] == [BF16] * 3
+
+
 @one_in(2, stage=[0, 1, 2, 3], reduce=["fp32", "bf16"])
 def test_every_stage_reduces_gradients_in_the_type_asked_for(stage: int, reduce: str) -> None:
     dtype = {"fp32": FP32, "bf16": BF16}[reduce]
