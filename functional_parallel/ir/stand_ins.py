@@ -19,15 +19,7 @@ _functions: dict[Target, Callable[..., Any]] = {}
 def define_op(
     schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], form: Callable[..., Any], *tags: torch.Tag
 ) -> Any:
-    """Define a library op and return it.
-
-    Args:
-        schema: name, arguments and results of the op: "name(Tensor x, …) -> Tensor".
-        kernel: computes the results, on every device.
-        fake: returns tensors with the shapes and dtypes of the results.
-        form: the differentiable form of the op.
-        *tags: torch's tags of the op.
-    """
+    """Define a library op and return it. `fake` returns tensors of its shapes; `form` is its differentiable form."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")

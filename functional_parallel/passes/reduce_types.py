@@ -16,6 +16,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
+from ..collectives import MICROBATCH
 from ..ir import Traced, info, primitive_name, update_info
 from .base import Phase, ProgramPass
 from .swap import commutes_with_sum, is_cast
@@ -23,6 +24,7 @@ from .swap import commutes_with_sum, is_cast
 aten = torch.ops.aten
 
 _SUMS = ("psum", "psum_scatter", "reduce")
+_JOINS = {aten.cat.default, aten.stack.default}  # gradients of parts of a parameter become that of the parameter
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,24 @@ class ReduceDtype(ProgramPass):
                     self._narrow_sums_before(traced, start)
 
     def _narrow_sums_after(self, traced: Traced, start: fx.Node, reached: set[fx.Node]) -> None:
-        """Narrow sums after `start`. `reached`: gradients visited; a concatenation waits for all its operands."""
+        """Narrow sums after `start`. `reached`: gradients visited; a join waits for all its operands."""
         pending = [start]
         for node in pending:
             reached.add(node)
             for user in list(node.users):
-                if primitive_name(user) in _SUMS and info(user).aval.dtype == info(start).aval.dtype:
+                if _is_sum_over_ranks(user) and info(user).aval.dtype == info(start).aval.dtype:
                     pending.append(self._narrow(traced, user))
-                elif commutes_with_sum(user) or _is_sum_of_two(user) or _is_end_to_end(user, reached):
+                elif user.target in _JOINS:
+                    pending += [user] if reached.issuperset(user.args[0]) else []
+                elif _is_linear(user) or user.target is aten.select.int or primitive_name(user) == "psum":
                     pending.append(user)
 
     def _narrow_sums_before(self, traced: Traced, start: fx.Node) -> None:
         """Narrow the sum of a gradient that an island, a float32 function, left wide and that is rounded later."""
         rounding = start.args[0]
         if is_cast(rounding) and info(rounding.args[0]).aval.dtype == info(start).aval.dtype:
-            for node in _chain(rounding):
-                if primitive_name(node) in _SUMS:
-                    self._narrow(traced, node)
+            for node in filter(_is_sum_over_ranks, _chain(rounding)):
+                self._narrow(traced, node)
 
     def _narrow(self, traced: Traced, total: fx.Node) -> fx.Node:
         """Cast the operand of a sum to the narrow dtype, and cast its result back."""
@@ -107,19 +110,31 @@ def _chain(cast: fx.Node) -> list[fx.Node]:
     pending = [cast.args[0]]
     for node in pending:
         only = node.op == "call_function" and len(node.users) == 1 and info(node).backward
-        if only and (commutes_with_sum(node) or _is_sum_of_two(node) or primitive_name(node) in _SUMS):
+        if only and (_is_linear(node) or primitive_name(node) in _SUMS):
             found.append(node)
-            pending += node.args[:2] if _is_sum_of_two(node) else node.args[:1]
+            pending += _summands(node)
     return found
+
+
+def _is_sum_over_ranks(node: fx.Node) -> bool:
+    return primitive_name(node) in _SUMS and tuple(node.args[1]) != (MICROBATCH,)
+
+
+def _summands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands of a linear op, which are gradients."""
+    if node.target in _JOINS:
+        return list(node.args[0])
+    return list(node.args[: 2 if _is_sum_of_two(node) else 1])
+
+
+def _is_linear(node: fx.Node) -> bool:
+    is_part = node.target in _JOINS or node.target is aten.select_backward.default
+    return is_part or commutes_with_sum(node) or _is_sum_of_two(node)
 
 
 def _is_sum_of_two(node: fx.Node) -> bool:
     both = node.target is aten.add.Tensor and all(isinstance(arg, fx.Node) for arg in node.args) and not node.kwargs
     return both and len({info(arg).val for arg in node.args}) == 1
-
-
-def _is_end_to_end(node: fx.Node, parts: set[fx.Node]) -> bool:
-    return node.target is aten.cat.default and all(part in parts for part in node.args[0])
 
 
 def _source_of_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:

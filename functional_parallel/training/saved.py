@@ -109,13 +109,7 @@ class _Markers:
 
 
 def saved_leaves(manager: StateManager, form: StateLayout, where: Callable[[int], Where]) -> SavedLeaves:
-    """Return the leaves of a checkpoint of a state with this layout.
-
-    Args:
-        manager: the step.
-        form: layout of the state.
-        where: returns the ranks that hold the held tensor of an index.
-    """
+    """Return the leaves of a checkpoint of a state. `where` returns the ranks that hold the held tensor of an index."""
     markers = _Markers(form)
     leaves = [
         markers.new(look.shape, look.dtype, _Source((index,)))

@@ -216,6 +216,39 @@ def test_gradients_that_an_island_leaves_wide_are_reduced_in_the_type_asked_for(
     assert [each.operand.dtype for each in program.collectives() if each.kind == "psum"] == [BF16] * 3
 
 
+@one_in(3, stage=[0, 1, 2, 3], reduce=["fp32", "bf16"], pipe=[False, True], take=["unbind", "index"])
+def test_gradients_of_stacked_layers_are_reduced_in_the_type_asked_for(
+    stage: int, reduce: str, pipe: bool, take: str
+) -> None:
+    def f(p: Any, x: Tensor) -> Tensor:
+        for w in p["layers"] if take == "unbind" else [p["layers"][index] for index in range(4)]:
+            x = torch.tanh(x @ w)
+        return x.float().square().mean()
+
+    plan, mesh = fp.chain(fp.mixed_precision("bf16", reduce=reduce), fp.zero(stage, "data")), Mesh(data=2)
+    if pipe:
+        plan, mesh = fp.chain(plan, fp.pipeline("pipe", {"*": P("pipe")}, microbatches=2)), Mesh(data=2, pipe=2)
+    train = fp.train_step(f, fp.optim.sgd(0.1), mesh, plan)
+    train.lower(train.init({"layers": torch.zeros(4, 8, 8)}), torch.ones(8, 8))
+    summed = [each for each in train.program.collectives() if each.kind in ("psum", "psum_scatter")]
+    found = {each.operand.dtype for each in summed if each.operand.numel > 1 and "data" in each.axes}
+    assert found == {FP32 if reduce == "fp32" else BF16}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_microbatches_are_summed_in_float32(stage: int) -> None:
+    """In bfloat16, 256 and 1 are 256."""
+
+    def f(p: Any, x: Tensor) -> Tensor:
+        return (p["w"] * x).float().sum(1).mean()
+
+    x = torch.tensor([256.0, 1, 1, 2] * 2)[:, None] * torch.ones(4)
+    plan = fp.chain(fp.mixed_precision("bf16", reduce="bf16"), fp.zero(stage, "data"), fp.accumulate(4))
+    train = fp.train_step(f, fp.optim.sgd(1.0), Mesh(data=2), plan)
+    state, _ = train(train.init({"w": torch.zeros(4)}), x)
+    assert torch.equal(train.params(state)["w"], torch.full((4,), -260 / 4))
+
+
 @one_in(2, stage=[0, 1, 2, 3], reduce=["fp32", "bf16"])
 def test_every_stage_reduces_gradients_in_the_type_asked_for(stage: int, reduce: str) -> None:
     dtype = {"fp32": FP32, "bf16": BF16}[reduce]
