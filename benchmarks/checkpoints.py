@@ -88,7 +88,7 @@ class Bench:
         shards = [handle for handle in self.state.handles if isinstance(handle, torch.Tensor) and handle.ndim == 2]
         self.parts = {name: shard.clone() for name, shard in zip(names, shards, strict=True)}
         self.by_rows = {name: DTensor.from_local(part, self.mesh, [Shard(0)]) for name, part in self.parts.items()}
-        self.stalls: list[float] = []
+        self.saver, self.stalls = fp.checkpoint.Saver(self.folder / "saver"), list[float]()
 
     def times(self, rounds: int, others: bool) -> Times:
         self.steps()
@@ -151,10 +151,10 @@ class Bench:
 
     def asynchronous(self) -> None:
         began = time.perf_counter()
-        with fp.checkpoint.Saver(self.folder / "saver") as saver:
-            saver(self.train, self.state)
-            self.stalls.append(time.perf_counter() - began)
-            self.steps()
+        self.saver(self.train, self.state)
+        self.stalls.append(time.perf_counter() - began)
+        self.steps()
+        self.saver.wait()
 
     def restore(self, path: Path) -> None:
         self.other.restore(path)

@@ -1,5 +1,6 @@
 """Checkpoints: sharded, atomic, verified, without pickle, and restored onto any mesh and plan."""
 
+from .copies import Copies
 from .folder import candidates
 from .foreign import consolidate, load
 from .layouts import LeafLayout, Piece, Vector
@@ -13,6 +14,7 @@ from .trees import tree_from_json, tree_keys, tree_to_json
 
 __all__ = [
     "Checkpoint",
+    "Copies",
     "LeafInfo",
     "LeafLayout",
     "Piece",

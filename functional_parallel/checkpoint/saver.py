@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ..quantities import is_positive_int
+from .copies import Copies
 from .folder import candidates
 from .opened import Checkpoint
 from .saving import Save
@@ -15,7 +16,9 @@ from .saving import Save
 class Saves(Protocol):
     """A training step, as far as a saver uses it."""
 
-    def begin_save(self, state: Any, path: Path, *, data: Any, extra: Any, keep: int | None, later: bool) -> Save: ...
+    def begin_save(
+        self, state: Any, path: Path, *, data: Any, extra: Any, keep: int | None, copies: Copies | None
+    ) -> Save: ...
 
 
 def inspect(path: str | Path, step: int | None = None) -> Checkpoint:
@@ -59,7 +62,7 @@ class Saver:
     6
 
     Each process copies the boxes that it writes to main memory before a call returns, so a later step may donate the
-    state. At most one copy exists: a save begins when the one before is committed.
+    state. There is one copy, which the next save uses again: a save begins when the one before is committed.
 
     Args:
         path: folder of the run's checkpoints, which all hosts share.
@@ -88,6 +91,7 @@ class Saver:
         self.path, self.every, self.keep = Path(path), every, keep
         self.asynchronous, self.busy = asynchronous, busy
         self._last: Save | None = None
+        self._copies = Copies() if asynchronous else None
 
     def __call__(self, train: Saves, state: Any, *, data: Any = None, extra: Any = None) -> bool:
         """Save a state if its step is a multiple of `every`. Every process must call it.
@@ -109,7 +113,7 @@ class Saver:
         if self._last is not None and self.busy == "skip" and self._last.is_running_anywhere():
             return False
         self.wait()
-        save = train.begin_save(state, self.path, data=data, extra=extra, keep=self.keep, later=self.asynchronous)
+        save = train.begin_save(state, self.path, data=data, extra=extra, keep=self.keep, copies=self._copies)
         self._last = save
         if self.asynchronous:
             save.start()

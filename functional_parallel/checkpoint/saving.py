@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from .copies import Copies
 from .disk import Disk
 from .files import FileInfo, write_files
 from .folder import RunFolder, temporary
@@ -169,7 +170,7 @@ def begin_save(
     contents: Contents,
     *,
     keep: int | None = None,
-    snapshot: bool = False,
+    copies: Copies | None = None,
     disk: Disk | None = None,
 ) -> Save:
     """Begin a save: take the folder, and create the temporary one. Every process calls it.
@@ -179,7 +180,7 @@ def begin_save(
         folder: the folder of the run's checkpoints.
         contents: what to save.
         keep: number of committed checkpoints to keep; None keeps all.
-        snapshot: whether to copy this process's boxes to main memory now, so that later steps may change the state.
+        copies: memory for copies of this process's boxes, made now, so that later steps may change the state.
         disk: the file system.
 
     Raises:
@@ -203,7 +204,7 @@ def begin_save(
     work = []
     for rank in peers.ranks:
         items, tensors = contents.plan.rank(rank), contents.tensors(rank)
-        work.append((rank, items, _copied(items, tensors) if snapshot else tensors))
+        work.append((rank, items, tensors if copies is None else copies.of(rank, items, tensors)))
 
     def text(files: dict[str, FileInfo]) -> bytes:
         body = {"version": VERSION, "nonce": nonce, "torch": torch.__version__, "sums": algorithm}
@@ -215,16 +216,3 @@ def begin_save(
     host = f"{os.uname().nodename} does not see {made}: the folder of checkpoints must be shared by all hosts"
     peers.agree("" if found else host, "before a checkpoint")
     return Save(peers, disk, made, step, nonce, text, work, algorithm, keep)
-
-
-def _copied(
-    items: Sequence[WriteItem], tensors: Callable[[WriteItem], Iterable[torch.Tensor]]
-) -> Callable[[WriteItem], Iterable[torch.Tensor]]:
-    """Copy the boxes of a rank to main memory, and return a function that returns them once."""
-    held = {
-        (item.leaf.kind, item.leaf.key, item.number): [
-            part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for part in tensors(item)
-        ]
-        for item in items
-    }
-    return lambda item: held.pop((item.leaf.kind, item.leaf.key, item.number))

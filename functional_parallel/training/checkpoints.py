@@ -18,6 +18,7 @@ from sharding_specs import local_shape, register_dataclasses
 from ..checkpoint import (
     Checkpoint,
     Contents,
+    Copies,
     LeafLayout,
     Peers,
     Save,
@@ -59,9 +60,16 @@ def peers_of(runtime: Runtime[Any, Any]) -> Peers:
 
 
 def save_state(
-    manager: StateManager, state: TrainState, path: str | Path, *, data: Any, extra: Any, keep: int | None, later: bool
+    manager: StateManager,
+    state: TrainState,
+    path: str | Path,
+    *,
+    data: Any,
+    extra: Any,
+    keep: int | None,
+    copies: Copies | None,
 ) -> Save:
-    """Begin to save a state. With `later`, its values are copied, so training may continue. Every process calls it."""
+    """Begin to save a state. If its values are copied, training may continue. Every process calls it."""
     form, runtime = manager.known_form(state), manager.runtime_for(state)
     settle(manager, state)
     try:
@@ -89,7 +97,7 @@ def save_state(
         return runtime.shard_of(state.handles[index], form.specs[index], rank)
 
     contents = Contents(plan, shard, numbers, body)
-    return begin_save(peers, Path(path), contents, keep=keep, snapshot=later)
+    return begin_save(peers, Path(path), contents, keep=keep, copies=copies)
 
 
 def _plan(manager: StateManager, form: StateLayout, where: tuple[Where, ...]) -> tuple[SavedLeaves, SavePlan]:

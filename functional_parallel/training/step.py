@@ -15,7 +15,7 @@ import torch
 from sharding_specs import Mesh
 
 from .. import random
-from ..checkpoint import Save, tree_to_json
+from ..checkpoint import Copies, Save, tree_to_json
 from ..functions import LocalFunction, PyTree, SpecTree, explain_keywords
 from ..ir import leaf_signature
 from ..lowering import ArgumentPaths, Lowered, lower
@@ -316,20 +316,20 @@ class TrainStep(StateManager):
         data: Any = None,
         extra: Any = None,
         keep: int | None = None,
-        later: bool = False,
+        copies: Copies | None = None,
     ) -> Save:
         """Begin a save for a caller that decides when it is written, as `fp.checkpoint.Saver` does.
 
         Args:
             state, path, data, extra: as for `save`.
             keep: number of checkpoints to keep.
-            later: whether to copy what this process writes to main memory now. Without it, the state must not be
-                donated before the save has run.
+            copies: memory for copies of what this process writes, made now. Without it, the state must not be donated
+                before the save has run.
 
         Returns:
             The save. `run` writes it, in this thread or another one. Then `wait` raises what went wrong.
         """
-        return save_state(self, state, path, data=data, extra=extra, keep=keep, later=later)
+        return save_state(self, state, path, data=data, extra=extra, keep=keep, copies=copies)
 
     def restore(
         self,

@@ -1,0 +1,36 @@
+"""Copies of a state in main memory, from which a thread writes while steps change the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from .plan import WriteItem
+
+Tensors = Callable[[WriteItem], Iterable[torch.Tensor]]
+
+
+class Copies:
+    """Main memory for copies of what this process writes. The next save, one at a time, uses it again.
+
+    New memory would be slower than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}
+
+    def of(self, rank: int, items: Sequence[WriteItem], tensors: Tensors) -> Tensors:
+        """Copy the boxes of a rank, and return the function that returns the copies."""
+        old, found = self._held, {}
+        for item in items:
+            name = (rank, item.leaf.kind, item.leaf.key, item.number)
+            parts = [part.detach() for part in tensors(item)]
+            memory = old.pop(name, [])
+            if [(x.shape, x.dtype) for x in memory] != [(x.shape, x.dtype) for x in parts]:
+                memory = [torch.empty(x.shape, dtype=x.dtype) for x in parts]
+            for into, part in zip(memory, parts, strict=True):
+                into.copy_(part)
+            found[name] = memory
+        self._held = {name: memory for name, memory in old.items() if name[0] != rank} | found
+        return lambda item: found[rank, item.leaf.kind, item.leaf.key, item.number]
