@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -147,8 +148,10 @@ class Checkpoint:
         """Open one of the files."""
         return ShardFile(self.path / name, self.files[name], self.body["sums"])
 
-    def read(self, items: Iterable[ReadItem], held: Callable[[int], torch.Tensor]) -> None:
+    def read(self, items: Iterable[ReadItem], held: Callable[[int], torch.Tensor], rank: int = 0) -> None:
         """Read boxes into held tensors, by their indices. Each file is read once, from its beginning.
+
+        Ranks begin with different files, and read two in turn: one from the disk, and what another rank has just read.
 
         Raises:
             DamagedCheckpointError: if a file is damaged or does not have a box.
@@ -158,17 +161,21 @@ class Checkpoint:
             for source, common in item.sources:
                 name = self._name(item.leaf.kind, source.rank, source.number)
                 work[name].append((item, source.box, common))
-        for name in sorted(work):
-            with self.open(name) as file:
+        names, first = sorted(work), rank % self.mesh.size * len(work) // self.mesh.size
+        names = names[first:] + names[:first]
+        for pair in (names[index : index + 2] for index in range(0, len(names), 2)):
+            with ExitStack() as files:
                 jobs = []
-                for item, box, common in work[name]:
-                    entry = file.entries.get(item.leaf.key)
-                    if entry is None or entry.box != box:
-                        raise DamagedCheckpointError(
-                            f"{file.path}: it does not have the box of {item.leaf} at {box.start}"
-                        )
-                    jobs.append((entry.begin, common.start, item, entry, common))
-                for _, _, item, entry, common in sorted(jobs, key=lambda job: job[:2]):
+                for order, name in enumerate(pair):
+                    file = files.enter_context(self.open(name))
+                    for item, box, common in work[name]:
+                        entry = file.entries.get(item.leaf.key)
+                        if entry is None or entry.box != box:
+                            raise DamagedCheckpointError(
+                                f"{file.path}: it does not have the box of {item.leaf} at {box.start}"
+                            )
+                        jobs.append((entry.begin, order, common.start, file, item, entry, common))
+                for _, _, _, file, item, entry, common in sorted(jobs, key=lambda job: job[:3]):
                     target = item.part.view(held(item.part.held))
                     file.read(entry, common, target[common.within(item.part.box).slices])
 

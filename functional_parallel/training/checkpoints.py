@@ -230,7 +230,7 @@ class _Restore:
             for (index, owner), shard in self.shards.items():
                 if owner == rank and covered[index] < shard.numel():
                     shard.zero_()  # padding
-            self.checkpoint.read(mine, lambda held, rank=rank: self.shards[held, rank])  # type: ignore[misc]
+            self.checkpoint.read(mine, lambda held, rank=rank: self.shards[held, rank], rank)  # type: ignore[misc]
         whose = f", of the state that call {self.runtime.calls} restored"
         return TrainState(self.checkpoint.step, tuple(handles), self.form, whose)
 
