@@ -30,14 +30,14 @@ def apply_reference(operation: str, values: Values, *params: Param) -> list[Tens
     return _OPERATIONS[operation](values, *(param for param in params if not isinstance(param, str)))
 
 
-def psum(values: Values, reduce_dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Return the sum on every rank, accumulated in `reduce_dtype` if it is given."""
-    return [_sum(values, reduce_dtype)] * len(values)
+def psum(values: Values) -> list[Tensor]:
+    """Return the sum on every rank."""
+    return [reduce(torch.add, values)] * len(values)
 
 
-def psum_scatter(values: Values, dim: int, reduce_dtype: torch.dtype | None = None) -> list[Tensor]:
+def psum_scatter(values: Values, dim: int) -> list[Tensor]:
     """Return chunk i of the sum on rank i."""
-    return list(_sum(values, reduce_dtype).chunk(len(values), dim))
+    return list(reduce(torch.add, values).chunk(len(values), dim))
 
 
 def all_gather(values: Values, dim: int) -> list[Tensor]:
@@ -82,12 +82,6 @@ def pcast(values: Values) -> list[Tensor]:
     return list(values)
 
 
-def _sum(values: Values, reduce_dtype: torch.dtype | None) -> Tensor:
-    if reduce_dtype is None:
-        return reduce(torch.add, values)
-    return reduce(torch.add, (value.to(reduce_dtype) for value in values)).to(values[0].dtype)
-
-
 _FUNCTIONS: tuple[Callable[..., list[Tensor]], ...] = (
     *(psum, psum_scatter, all_gather, pscatter, all_to_all),
     *(ppermute, pmax, pmin, pbroadcast, pcast),
@@ -97,5 +91,5 @@ _OPERATIONS: dict[str, Callable[..., list[Tensor]]] = {
     "broadcast": pbroadcast,
     "scatter": lambda values, dim, owner: list(values[owner].chunk(len(values), dim)),
     "gather": lambda values, dim, owner: all_gather(values, dim),  # of which only the owner reads the result
-    "reduce": lambda values, owner, reduce_dtype=None: psum(values, reduce_dtype),
+    "reduce": lambda values, owner: psum(values),
 }

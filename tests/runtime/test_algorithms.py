@@ -100,10 +100,10 @@ def start(team: AlgorithmGroup, name: str, case: Case) -> Callable[[], None]:
             lengths = [each.numel() for each in both]
             wanted = list(wanted[0].split(lengths))
             layout = BucketLayout(1, ((0, (lengths[0],), 0), (lengths[0], (lengths[1],), 0)))
-        steps, result = launch.all_reduce(algorithm, team, x, case["in_place"], None, layout)
+        steps, result = launch.all_reduce(algorithm, team, x, case["in_place"], layout)
     elif kind == "reduce_scatter":
         wanted = [reference.psum_scatter(operands, 0)[rank]]
-        steps, result = launch.reduce_scatter(algorithm, team, sent(case, mine, size), 0, None)
+        steps, result = launch.reduce_scatter(algorithm, team, sent(case, mine, size), 0)
     elif kind == "all_gather":
         wanted = [torch.cat(operands)]
         if case["packed"]:
@@ -214,7 +214,7 @@ def sums_over_operands(rank: int, size: int) -> None:
     free, turned, kept = torch.ones(length), torch.ones(2, length)[:, ::2].t(), torch.ones(3)
     layout = BucketLayout(1, ((0, (length,), 0), (length, (length,), 0), (2 * length, (3,), 0)))
     packed = LazyBucket([free, turned, kept], 1, [0, 0, 0], [True, True, False])
-    steps, result = launch.all_reduce(ALGORITHMS["shared"], team, packed, False, None, layout)
+    steps, result = launch.all_reduce(ALGORITHMS["shared"], team, packed, False, layout)
     team.run(steps).wait()
     sums = [result().take(index) for index in range(3)]
     assert all((each == size).all() for each in sums)
@@ -337,19 +337,3 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
     message = run_on_processes(with_a_rank_that_does_not_come, 2)[0]
     assert "rank 0 (data=0): all_gather over ('data',) of float32[3] failed after 1." in message
     assert "no signal from rank 1 (data=1) in 1." in message
-
-
-def sums_in_float32(rank: int, size: int) -> dict[str, list[Tensor]]:
-    """Sums of bfloat16 that only a wider type gets right."""
-    x = torch.full((8,), [256.0, 1.0, 1.0, 2.0][rank], dtype=torch.bfloat16)
-    found = {}
-    for name in ("shared", "direct", "ring", "backend"):
-        carrier = ProcessCommunicator(Mesh(data=size), algorithm=name, reduce_dtype=torch.float32)
-        found[name] = [carrier.psum(x, ("data",)), carrier.psum_scatter(x, ("data",), 0)]
-    return found
-
-
-def test_sums_accumulate_in_the_type_that_was_asked_for() -> None:
-    for found in run_on_processes(sums_in_float32, 4, 4):
-        for name, (whole, part) in found.items():
-            assert whole.tolist() == [260.0] * 8 and part.tolist() == [260.0] * 2, name

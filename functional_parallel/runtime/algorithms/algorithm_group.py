@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from ..calls import CollectiveSteps, GroupWaits, ProcessGroupRef, RunningCollect
 from ..shared_memory import Channels, connect, host_identity
 
 T = TypeVar("T")
-Dtype = torch.dtype | None  # in which sums are accumulated, if it is not that of the operands
 
 _TAG_BITS = 31
 _COUNT_BITS = 12  # a group never has 2 ** 12 collectives in flight at the same time

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..buffers import ordered_sum
 from ..calls import CollectiveSteps
-from .algorithm_group import AlgorithmGroup, Dtype, RankGroup, TaggedMessages
+from .algorithm_group import AlgorithmGroup, RankGroup, TaggedMessages
 
 
 def all_to_all(team: AlgorithmGroup, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> CollectiveSteps:
@@ -25,9 +25,7 @@ def all_to_all(team: AlgorithmGroup, chunks: Sequence[Tensor], parts: Sequence[T
     yield [*receiving, *(messages.send(chunk, other) for chunk, other in zip(sent, team.others(), strict=True))]
 
 
-def reduce(
-    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: Dtype
-) -> CollectiveSteps:
+def reduce(team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor) -> CollectiveSteps:
     """Compute chunk i of the sum on rank i."""
     parts = {other: torch.empty_like(result) for other in team.others()}
     sent = [chunks[other].contiguous() for other in team.others()]
@@ -35,7 +33,7 @@ def reduce(
     yield [*receiving, *(messages.send(chunk, other) for chunk, other in zip(sent, team.others(), strict=True))]
     parts[team.rank] = chunks[team.rank]
     buffer = parts[0 if team.rank else 1]  # not the result, which may be this rank's chunk
-    result.copy_(ordered_sum([parts[rank] for rank in range(team.size)], buffer, accumulated))
+    result.copy_(ordered_sum([parts[rank] for rank in range(team.size)], buffer))
 
 
 def gather(team: RankGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:

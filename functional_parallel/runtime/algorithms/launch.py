@@ -24,19 +24,14 @@ from ..buffers import (
     to_tensor,
 )
 from ..calls import CollectiveSteps
-from .algorithm_group import AlgorithmGroup, Dtype
+from .algorithm_group import AlgorithmGroup
 from .table import Algorithm
 
 StartedCollective = tuple[CollectiveSteps, Callable[[], Tensor | BucketOutput]]
 
 
 def all_reduce(
-    algorithm: Algorithm,
-    team: AlgorithmGroup,
-    x: Operand,
-    overwrite: bool,
-    accumulated: Dtype,
-    layout: BucketLayout | None = None,
+    algorithm: Algorithm, team: AlgorithmGroup, x: Operand, overwrite: bool, layout: BucketLayout | None = None
 ) -> StartedCollective:
     """Sum over the ranks, into the operand's memory if `overwrite`. A layout requests slices of the sum.
 
@@ -46,27 +41,25 @@ def all_reduce(
     # up to `AT_ONCE` bytes are sent in one piece and added in one op
     if layout is not None and isinstance(operand, LazyBucket) and operand.nbytes > slots.AT_ONCE:
         sums = operand.results()
-        return algorithm.all_reduce(team, operand, sums, accumulated), lambda: FlatOutputs(sums)
+        return algorithm.all_reduce(team, operand, sums), lambda: FlatOutputs(sums)
     if isinstance(operand, LazyBucket):
         result = operand.empty()
     elif overwrite and operand.is_contiguous():
         result = operand
     else:
         result = torch.empty_like(operand, memory_format=torch.contiguous_format)
-    return algorithm.all_reduce(team, operand, result, accumulated), lambda: unpack_bucket(result, layout)
+    return algorithm.all_reduce(team, operand, result), lambda: unpack_bucket(result, layout)
 
 
-def reduce_scatter(
-    algorithm: Algorithm, team: AlgorithmGroup, x: Operand, dim: int, accumulated: Dtype
-) -> StartedCollective:
+def reduce_scatter(algorithm: Algorithm, team: AlgorithmGroup, x: Operand, dim: int) -> StartedCollective:
     """Sum over the ranks and return this rank's chunk along a dim."""
     operand = _as_it_lies(algorithm, x)
     if isinstance(operand, LazyBucket):
         result = operand.empty(operand.shape.numel() // team.size)
-        return algorithm.reduce_scatter(team, operand, result, accumulated), lambda: result
+        return algorithm.reduce_scatter(team, operand, result), lambda: result
     chunks = operand.chunk(team.size, dim)
     result = torch.empty_like(chunks[0], memory_format=torch.contiguous_format)
-    return algorithm.reduce_scatter(team, chunks, result, accumulated), lambda: result
+    return algorithm.reduce_scatter(team, chunks, result), lambda: result
 
 
 def all_gather(

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from ..calls import CollectiveSteps
-from .algorithm_group import Dtype, RankGroup, TaggedMessages
+from .algorithm_group import RankGroup, TaggedMessages
 
 
 def reduce_scatter_steps(
-    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: Dtype
+    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor
 ) -> CollectiveSteps:
     """Compute chunk i of the sum on rank i. It starts at rank i + 1, and every rank on its path adds its operand."""
     after, before = _neighbours(team)
-    travelling = chunks[before].to(accumulated or result.dtype).contiguous()
+    travelling = chunks[before].contiguous()
     for step in range(team.size - 1):
         mine = chunks[(team.rank - 2 - step) % team.size]
-        arriving = torch.empty_like(mine, dtype=travelling.dtype, memory_format=torch.contiguous_format)
+        arriving = torch.empty_like(mine, memory_format=torch.contiguous_format)
         yield [messages.receive(arriving, before), messages.send(travelling, after)]
         travelling = arriving.add_(mine)
     result.copy_(travelling)

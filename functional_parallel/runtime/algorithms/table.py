@@ -11,14 +11,14 @@ from ..buffers import DirectOutputs, LazyBucket, Operand
 from ..calls import CollectiveSteps
 from ..shared_memory import SharedMemory, shared
 from . import direct, ring, two_level
-from .algorithm_group import AlgorithmGroup, Dtype, TaggedMessages
+from .algorithm_group import AlgorithmGroup, TaggedMessages
 
 # The first of two types is that of every algorithm, the other that of one that packs.
 Chunks = Sequence[Tensor] | LazyBucket
 GatherOutput = Sequence[Tensor] | DirectOutputs
 Result = Tensor | Sequence[Tensor]
-AllReduce = Callable[[AlgorithmGroup, Operand, Result, Dtype], CollectiveSteps]
-ReduceScatter = Callable[[AlgorithmGroup, Chunks, Tensor, Dtype], CollectiveSteps]
+AllReduce = Callable[[AlgorithmGroup, Operand, Result], CollectiveSteps]
+ReduceScatter = Callable[[AlgorithmGroup, Chunks, Tensor], CollectiveSteps]
 AllGatherFn = Callable[[AlgorithmGroup, Operand, GatherOutput], CollectiveSteps]
 AllToAllFn = Callable[[AlgorithmGroup, Sequence[Tensor], Sequence[Tensor]], CollectiveSteps]
 
@@ -45,7 +45,7 @@ class Algorithm:
 
 # --- Algorithms of messages: a reduce phase and a gather phase; an all-reduce runs both ---
 
-Reduce = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor], Tensor, Dtype], CollectiveSteps]
+Reduce = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor], Tensor], CollectiveSteps]
 Gather = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor]], CollectiveSteps]
 
 
@@ -58,17 +58,17 @@ def _of_messages(
     refuses: Callable[[AlgorithmGroup], str | None] = lambda team: None,
     all_to_all: AllToAllFn | None = None,
 ) -> Algorithm:
-    def all_reduce(team: AlgorithmGroup, x: Operand, result: Result, accumulated: Dtype) -> CollectiveSteps:
+    def all_reduce(team: AlgorithmGroup, x: Operand, result: Result) -> CollectiveSteps:
         assert isinstance(x, Tensor) and isinstance(result, Tensor)
         messages = team.messages()
         flat = result.as_strided((result.numel(),), (1,))  # a single element may have any stride
         parts = flat.tensor_split(team.size)
-        yield from reduce(team, messages, x.reshape(-1).tensor_split(team.size), parts[team.rank], accumulated)
+        yield from reduce(team, messages, x.reshape(-1).tensor_split(team.size), parts[team.rank])
         yield from gather(team, messages, parts)
 
-    def reduce_scatter(team: AlgorithmGroup, chunks: Chunks, result: Tensor, accumulated: Dtype) -> CollectiveSteps:
+    def reduce_scatter(team: AlgorithmGroup, chunks: Chunks, result: Tensor) -> CollectiveSteps:
         assert not isinstance(chunks, LazyBucket)
-        return reduce(team, team.messages(), chunks, result, accumulated)
+        return reduce(team, team.messages(), chunks, result)
 
     def all_gather(team: AlgorithmGroup, mine: Operand, parts: GatherOutput) -> CollectiveSteps:
         assert isinstance(mine, Tensor) and not isinstance(parts, DirectOutputs)

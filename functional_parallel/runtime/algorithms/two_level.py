@@ -15,7 +15,7 @@ from torch import Tensor
 from ..calls import CollectiveSteps
 from ..shared_memory import shared
 from . import direct, ring
-from .algorithm_group import AlgorithmGroup, Dtype, TaggedMessages
+from .algorithm_group import AlgorithmGroup, TaggedMessages
 
 
 def refuses(team: AlgorithmGroup) -> str | None:
@@ -28,22 +28,19 @@ def refuses(team: AlgorithmGroup) -> str | None:
     return "each of its hosts has one rank" if sizes == [1] else None
 
 
-def reduce(
-    team: AlgorithmGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: Dtype
-) -> CollectiveSteps:
+def reduce(team: AlgorithmGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor) -> CollectiveSteps:
     """Compute chunk i of the sum on rank i."""
-    dtype = accumulated or result.dtype
-    bundles = [torch.cat([chunks[rank].reshape(-1).to(dtype) for rank in ranks]) for ranks in team.places()]
+    bundles = [torch.cat([chunks[rank].reshape(-1) for rank in ranks]) for ranks in team.places()]
     longest = max(bundle.numel() for bundle in bundles)
     bundles = [torch.nn.functional.pad(bundle, (0, longest - bundle.numel())) for bundle in bundles]
     mine = torch.empty_like(bundles[0])
     if team.shared is not None:
         yield from shared.reduce_scatter(team.shared, bundles, mine)
     else:
-        yield from direct.reduce(team.local, messages.among(team.on_my_host), bundles, mine, None)
-    total = torch.empty_like(result, dtype=dtype).view(-1)
+        yield from direct.reduce(team.local, messages.among(team.on_my_host), bundles, mine)
+    total = torch.empty_like(result).view(-1)
     yield from ring.reduce_scatter_steps(
-        team.across, messages.among(team.with_my_place), _unbundled(mine, chunks, team.with_my_place), total, None
+        team.across, messages.among(team.with_my_place), _unbundled(mine, chunks, team.with_my_place), total
     )
     result.copy_(total.view(result.shape))
 

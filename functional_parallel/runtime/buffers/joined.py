@@ -39,16 +39,11 @@ def from_bytes(buffer: Tensor, like: Tensor) -> Tensor:
     return buffer.contiguous().view(like.dtype)
 
 
-def ordered_sum(parts: Sequence[Tensor], out: Tensor, accumulated: torch.dtype | None = None) -> Tensor:
+def ordered_sum(parts: Sequence[Tensor], out: Tensor) -> Tensor:
     """Sum tensors of one shape and dtype sequentially, in the order of `collectives.group` and so with identical bits.
 
     `out` may be one of them. There are at least two.
     """
-    if accumulated is not None and accumulated != parts[0].dtype:
-        total = torch.add(parts[0].to(accumulated), parts[1])
-        for part in parts[2:]:
-            total += part
-        return out.copy_(total)
     disturbs = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     total = torch.add(parts[0], parts[1], out=torch.empty_like(out) if disturbs else out)
     for part in parts[2:]:

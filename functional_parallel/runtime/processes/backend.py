@@ -34,7 +34,7 @@ class TorchCollectives:
             "psum", x, axes, lambda: dist.all_reduce(result, group=handle, async_op=True), lambda: finish(result)
         )
 
-    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int, dtype: torch.dtype) -> PendingCollective:
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> PendingCollective:
         members = self._groups.over(axes)
         chunks = torch.stack(members.by_seat(x.detach().chunk(members.size, dim)))
         result = torch.empty_like(chunks[0])
@@ -43,7 +43,7 @@ class TorchCollectives:
             x,
             axes,
             lambda: dist.reduce_scatter_tensor(result, chunks, group=members.handle, async_op=True),
-            lambda: result.to(dtype),
+            lambda: result,
         )
 
     def all_gather(

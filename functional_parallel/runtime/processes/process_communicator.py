@@ -34,10 +34,10 @@ class ProcessCommunicator:
     """Communicator of a mesh: runs its collectives between processes of an initialised torch.distributed, one per rank.
 
     The reduction is "fast", sums in any order, on one host with gloo the same in every run; or "ordered", in rank
-    order, bit-equal to simulated ranks. Sums of floating dtypes narrower than `reduce_dtype` are accumulated in it. A
-    timeout of None is torch's default. `algorithm` serves sums, gathers and exchanges on gloo: "auto" selects by a
-    fixed rule, "backend" uses the backend's own, and others are names in `algorithms.ALGORITHMS`. None reads the
-    environment variable `FUNCTIONAL_PARALLEL_ALGORITHM`, by default "auto". Settings must be equal on all ranks.
+    order, bit-equal to simulated ranks. A timeout of None is torch's default. `algorithm` serves sums, gathers and
+    exchanges on gloo: "auto" selects by a fixed rule, "backend" uses the backend's own, and others are names in
+    `algorithms.ALGORITHMS`. None reads the environment variable `FUNCTIONAL_PARALLEL_ALGORITHM`, by default "auto".
+    Settings must be equal on all ranks.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class ProcessCommunicator:
         mesh: Mesh,
         *,
         reduction: str = "fast",
-        reduce_dtype: torch.dtype | None = None,
         timeout: timedelta | None = None,
         algorithm: str | None = None,
     ) -> None:
@@ -55,9 +54,8 @@ class ProcessCommunicator:
         self.mesh = mesh
         self.rank = dist.get_rank()
         self.reduction = reduction
-        self.reduce_dtype = reduce_dtype
         self.algorithm = requested_algorithm(algorithm, reduction == "ordered")
-        _agree(mesh, {"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
+        _agree(mesh, {"reduction": reduction, "algorithm": self.algorithm})
         self.doing, self.where = CallLog(rank_name(mesh, self.rank)), ""  # source line of the next collectives
         self._groups = MeshGroups(mesh, self.rank, timeout, self.doing)
         self._backend = TorchCollectives(self._groups, self.doing, self._wait)
@@ -105,35 +103,27 @@ class ProcessCommunicator:
     def _start_psum(
         self, x: Operand, axes: Axes, overwrite: bool, layout: BucketLayout | None = None
     ) -> PendingCollective:
-        accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("all_reduce", x, axes):
-            started = launch.all_reduce(*chosen, x, overwrite, accumulated, layout)
+            started = launch.all_reduce(*chosen, x, overwrite, layout)
             return self._start_steps("psum", x, axes, chosen, started)
-        x, dtype = to_tensor(x), x.dtype
+        x = to_tensor(x)
 
         def finish(total: Tensor) -> Tensor | BucketOutput:
-            return launch.unpack_bucket(total.to(dtype), layout)
+            return launch.unpack_bucket(total, layout)
 
-        widened = x.to(accumulated or dtype)
-        if self._reduces_itself(widened, axes):
-            own = overwrite or widened is not x
-            return self._backend.all_reduce(widened, axes, own, finish)
-        return self._backend.all_gather("psum", x, axes, lambda parts: finish(reference.psum(parts, accumulated)[0]))
+        if self._reduces_itself(x, axes):
+            return self._backend.all_reduce(x, axes, overwrite, finish)
+        return self._backend.all_gather("psum", x, axes, lambda parts: finish(reference.psum(parts)[0]))
 
     def _start_psum_scatter(self, x: Operand, axes: Axes, dim: int) -> PendingCollective:
-        accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("reduce_scatter", x, axes):
-            started = launch.reduce_scatter(*chosen, x, dim, accumulated)
+            started = launch.reduce_scatter(*chosen, x, dim)
             return self._start_steps("psum_scatter", x, axes, chosen, started)
         x = to_tensor(x)
         if self.reduction == "fast" and self._groups.over(axes).backend == "nccl":
-            return self._backend.reduce_scatter(x.to(accumulated or x.dtype), axes, dim, x.dtype)
-
-        def finish(parts: list[Tensor]) -> Tensor:
-            return reference.psum(parts, accumulated)[0]
-
+            return self._backend.reduce_scatter(x, axes, dim)
         chunks = x.chunk(self._groups.over(axes).size, dim)
-        return self._backend.all_to_all("psum_scatter", x, chunks, axes, finish)
+        return self._backend.all_to_all("psum_scatter", x, chunks, axes, lambda parts: reference.psum(parts)[0])
 
     def _start_all_gather(
         self, x: Operand, axes: Axes, dim: int, layout: BucketLayout | None = None, operation: str = "all_gather"
@@ -233,7 +223,7 @@ class ProcessCommunicator:
         return torch.cat(self._collected("gather", x, axes, owner), dim)
 
     def reduce(self, x: Tensor, axes: Axes, owner: int) -> Tensor:
-        return reference.psum(self._collected("reduce", x, axes, owner), self._accumulation_dtype(x.dtype))[0]
+        return reference.psum(self._collected("reduce", x, axes, owner))[0]
 
     def _collected(self, operation: str, x: Tensor, axes: Axes, owner: int) -> list[Tensor]:
         """Return the values of all ranks, on the owner, and tensors without memory on the others."""
@@ -296,12 +286,6 @@ class ProcessCommunicator:
     def _reduces_itself(self, x: Tensor, axes: Axes) -> bool:
         """Whether the backend's own reduction may be used. It supports few dtypes, and its order of addition varies."""
         return self.reduction == "fast" and x.dtype in _REDUCED_BY.get(self._groups.over(axes).backend, _REDUCED_BY_ALL)
-
-    def _accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        wanted = self.reduce_dtype
-        if wanted is None or not dtype.is_floating_point or dtype.itemsize >= wanted.itemsize:
-            return None
-        return wanted
 
 
 def require_as_many(mesh: Mesh) -> None:

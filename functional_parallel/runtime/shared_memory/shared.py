@@ -49,20 +49,16 @@ def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[T
             piece.of(parts[rank]).copy_(piece.read(rank, memory.rank))
 
 
-def reduce_scatter(
-    memory: SharedMemory, chunks: Sequence[Tensor] | LazyBucket, result: Tensor, accumulated: torch.dtype | None = None
-) -> CollectiveSteps:
+def reduce_scatter(memory: SharedMemory, chunks: Sequence[Tensor] | LazyBucket, result: Tensor) -> CollectiveSteps:
     """Write chunk i of the sum on rank i into `result`, which is contiguous."""
     for piece in _pieces(memory, chunks, keep=result):
         yield [memory.all_gave(piece.sent)]
         me = memory.rank
         parts = [piece.own(me) if rank == me else piece.read(rank, me) for rank in range(memory.size)]
-        ordered_sum(parts, piece.of(result), accumulated)
+        ordered_sum(parts, piece.of(result))
 
 
-def all_reduce(
-    memory: SharedMemory, x: Operand, result: Tensor | Sequence[Tensor], accumulated: torch.dtype | None = None
-) -> CollectiveSteps:
+def all_reduce(memory: SharedMemory, x: Operand, result: Tensor | Sequence[Tensor]) -> CollectiveSteps:
     """Write the sum into `result`, which is contiguous and may be `x`, or into concatenated flat tensors.
 
     With two ranks, or a small operand, each rank adds everything. Else each rank adds one chunk and reads the others.
@@ -72,13 +68,13 @@ def all_reduce(
         for piece in _pieces(memory, x if isinstance(x, LazyBucket) else [x]):
             yield [memory.all_gave(piece.sent)]
             for out, parts in _beside(results, [piece.read(rank, 0).view(-1) for rank in range(memory.size)]):
-                ordered_sum(parts, out, accumulated)
+                ordered_sum(parts, out)
         return
     for piece in _pieces(memory, x if isinstance(x, LazyBucket) else [x.reshape(-1)]):
         yield [memory.all_gave(piece.sent)]
         written = [piece.read(rank, 0).tensor_split(memory.size) for rank in range(memory.size)]
         mine = [parts[memory.rank] for parts in written]
-        mine[memory.rank].copy_(ordered_sum(mine, torch.empty_like(mine[0]), accumulated))
+        mine[memory.rank].copy_(ordered_sum(mine, torch.empty_like(mine[0])))
         memory.signal(piece.added)
         yield [memory.all_gave(piece.added)]
         for rank in range(memory.size):
