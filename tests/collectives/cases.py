@@ -77,6 +77,13 @@ CASES = [
         for split, concat in product((0, 1), repeat=2)
     ),
     Case(
+        "all_to_all of three dims",
+        lambda x, axes: fp.all_to_all(x.unsqueeze(2), axes, 0, 1).squeeze(2),
+        lambda v: reference.all_to_all(v, 0, 1),
+        V,
+        V,
+    ),
+    Case(
         "ppermute partial",
         lambda x, axes: fp.ppermute(x, axes, [(1, 0)]),
         lambda v: reference.ppermute(v, [1, 0]),

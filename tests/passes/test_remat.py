@@ -141,7 +141,7 @@ def test_attention_alone() -> None:
     def attend(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for layer in params["layers"]:
             h = (x @ layer["a"]).reshape(4, 3, 16)
-            scores = torch.softmax(h @ h.transpose(1, 2) / 4, -1)
+            scores = torch.softmax(h @ h.transpose(1, 2) / 4, -1).masked_fill(torch.eye(3, dtype=torch.bool), 0.0)
             x = x + (scores @ h).reshape(12, 16) @ layer["b"]
         return x.sum()
 
@@ -152,8 +152,8 @@ def test_attention_alone() -> None:
         found(params, x, y)["layers"][0]["a"], torch.func.grad(attend)(params, x, y)["layers"][0]["a"]
     )
     again = [node for node in found.program.traced.nodes if info(node).recomputed]
-    assert sum(node.target is torch.ops.aten._softmax.default for node in again) == 2
-    assert sum(node.target is torch.ops.aten.mm.default for node in again) == 0
+    count = {name: sum(name in str(node.target) for node in again) for name in ("softmax", "masked_fill", "bmm", ".mm")}
+    assert count == {"softmax": 2, "masked_fill": 2, "bmm": 2, ".mm": 0}
 
 
 def test_a_policy_of_ones_own() -> None:
