@@ -12,10 +12,7 @@ Tensors = Callable[[WriteItem], Iterable[torch.Tensor]]
 
 
 class Copies:
-    """Main memory for copies of what this process writes. The next save, one at a time, uses it again.
-
-    New memory would be slower than the copy.
-    """
+    """Main memory for copies of what this process writes. The next save uses it again: new memory is slower."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}

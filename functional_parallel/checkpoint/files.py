@@ -97,10 +97,13 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {error.strerror}") from error
         self.size = os.fstat(self._file).st_size
-        if info is not None and (self.size != info.size or len(info.sums) != -(-self.size // BLOCK)):
+        try:
+            if info is not None and (self.size != info.size or len(info.sums) != -(-self.size // BLOCK)):
+                raise DamagedCheckpointError(f"{path}: the file has {self.size:,} bytes; {info.size:,} were written")
+            self.entries = self._entries()
+        except DamagedCheckpointError:
             self.close()
-            raise DamagedCheckpointError(f"{path}: the file has {self.size:,} bytes, and {info.size:,} were written")
-        self.entries = self._entries()
+            raise
 
     def close(self) -> None:
         os.close(self._file)
@@ -115,7 +118,6 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             head = b"".join(bytes(self.block(start // BLOCK)[: stop - start]) for start in range(0, stop, BLOCK))
             return parse_header(head, self.size)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self.close()
             raise DamagedCheckpointError(
                 f"{self.path}: it is not a safetensors file of a checkpoint: {error}"
             ) from None
@@ -134,8 +136,15 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return data
 
     def _load(self, number: int, into: memoryview) -> None:
-        if os.preadv(self._file, [into], number * BLOCK) != len(into):
-            raise DamagedCheckpointError(f"{self.path}: the file was cut while it was read")
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(self._file, [into[done:]], number * BLOCK + done)
+            except OSError as error:
+                raise DamagedCheckpointError(f"{self.path}: {error.strerror}") from error
+            if not count:
+                raise DamagedCheckpointError(f"{self.path}: the file was cut while it was read")
+            done += count
         self._verify(number, into)
 
     def _verify(self, number: int, data: memoryview) -> None:
@@ -171,14 +180,13 @@ class ShardFile(AbstractContextManager["ShardFile"]):
     def _read_run(self, begin: int, into: memoryview) -> None:
         """Read the bytes from `begin` on, whole blocks without a copy."""
         end = begin + len(into)
-        for number in range(begin // BLOCK, (end - 1) // BLOCK + 1):
-            start = number * BLOCK
+        for start in range(begin - begin % BLOCK, end, BLOCK):
             low, high = max(begin, start), min(end, start + BLOCK)
             part = into[low - begin : high - begin]
-            if len(part) == BLOCK and self._number != number:
-                self._load(number, part)
+            if len(part) == BLOCK and self._number != start // BLOCK:
+                self._load(start // BLOCK, part)
             else:
-                part[:] = self.block(number)[low - start : high - start]
+                part[:] = self.block(start // BLOCK)[low - start : high - start]
 
     def _bytes(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the elements in a range of bytes, which is in one block or has one element, until the next call."""
@@ -203,7 +211,4 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             row = end - begin - (box.size[dim] - 1) * stride  # bytes of one index of the dim
             count = max(0, (room - row) // stride + 1)
             first, box = box.cut(dim, max(1, count))
-            if count:
-                yield first
-            else:
-                yield from self._parts(entry, first, strides)
+            yield from [first] if count else self._parts(entry, first, strides)

@@ -16,9 +16,7 @@ from .saving import Save
 class Saves(Protocol):
     """A training step, as far as a saver uses it."""
 
-    def begin_save(
-        self, state: Any, path: Path, *, data: Any, extra: Any, keep: int | None, copies: Copies | None
-    ) -> Save: ...
+    def begin_save(self, state: Any, path: Path, **options: Any) -> Save: ...
 
 
 def inspect(path: str | Path, step: int | None = None) -> Checkpoint:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functional_parallel.checkpoint import files, sums
+from functional_parallel.checkpoint import Copies, LeafLayout, Piece, files, plan_save, sums
 from functional_parallel.checkpoint.disk import Disk
 from functional_parallel.checkpoint.files import ShardFile, write_file
-from sharding_specs import Box
+from functional_parallel.errors import DamagedCheckpointError
+from sharding_specs import Box, Mesh, P
 
 SMALL = 64  # bytes of a block here
 
@@ -71,3 +74,45 @@ def test_columns_of_long_rows_are_read_without_the_rest(tmp_path: Path, monkeypa
         file.read(file.entries["x"], Box((0, 100), (4, 8)), target)
         assert torch.equal(target, full[:, 100:108])
         assert len(read) <= 4 * 2
+
+
+def test_short_reads_are_continued_and_errors_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, full, read = tmp_path / "model.safetensors", torch.arange(100.0), os.preadv
+    info = write_file(Disk(), path, [("x", torch.float32, Box((0,), (100,)))], [full], "crc32")
+    monkeypatch.setattr(os, "preadv", lambda file, into, offset: read(file, [into[0][:7]], offset))
+    with ShardFile(path, info, "crc32") as file:
+        target = torch.zeros(100)
+        file.read(file.entries["x"], Box((0,), (100,)), target)
+        assert torch.equal(target, full)
+
+    def fails(file: int, into: Any, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors: Input/output error"):
+        ShardFile(path, info, "crc32")
+    monkeypatch.setattr(os, "preadv", read)
+    with ShardFile(path, info, "crc32") as file:
+        os.truncate(path, 200)
+        file._number = -1
+        with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors: the file was cut while it was read"):
+            file.verify()
+
+
+def test_memory_of_copies_is_used_again() -> None:
+    leaf = LeafLayout("params", "x", (4, 2), torch.float32, (Piece(P("data")),))
+    plan, copies = plan_save([leaf], Mesh(data=2)), Copies()
+    addresses = []
+    for state in (torch.arange(8.0).view(4, 2), torch.ones(4, 2)):
+        shards = state.clone().chunk(2)
+        held = [(shard, plan.rank(rank)) for rank, shard in enumerate(shards)]
+        read = [
+            copies.of(rank, items, lambda item, shard=shard: [part.view(shard) for part in item.parts])
+            for rank, (shard, items) in enumerate(held)
+        ]
+        for shard in shards:
+            shard.zero_()  # as a step that is given the state does
+        found = [x for copied, (_, items) in zip(read, held, strict=True) for item in items for x in copied(item)]
+        assert torch.equal(torch.cat(found), state)
+        addresses.append([x.data_ptr() for x in found])
+    assert addresses[0] == addresses[1]
