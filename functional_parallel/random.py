@@ -23,7 +23,7 @@ from . import _torch
 from .collectives import DimSplit, axis_index, axis_size
 from .errors import RandomKeyError
 from .ir import define_op
-from .tracing import intercept, intercept_op
+from .tracing import intercept, intercept_op, is_kept
 
 __all__ = ["dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
 
@@ -134,6 +134,7 @@ def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torc
 @dataclass
 class _Ambient:
     key: torch.Tensor
+    in_program: bool  # whether it was set inside a function whose trace is kept
     drawn: int = 0  # number of sites so far
 
 
@@ -145,6 +146,8 @@ def _ambient() -> list[_Ambient]:
 def using(key: torch.Tensor) -> Iterator[None]:
     """Use a key as the ambient key inside a `with` block. The first draw is site 0, the next one site 1.
 
+    In a compiled function, write the block inside the function, with an argument as the key.
+
     >>> import torch, functional_parallel as fp
     >>> with fp.random.using(fp.random.key(0)):
     ...     a, b = (fp.random.dropout(torch.ones(8)) for _ in range(2))
@@ -155,7 +158,7 @@ def using(key: torch.Tensor) -> Iterator[None]:
         key: an int64 scalar, from `key` or `fold_in`.
     """
     keys = _ambient()
-    keys.append(_Ambient(key))
+    keys.append(_Ambient(key, is_kept()))
     try:
         yield
     finally:
@@ -184,6 +187,11 @@ def next_site(what: str) -> torch.Tensor:
         raise RandomKeyError(
             f"{what} draws random numbers, but no key is given: pass key=fp.random.key(seed), wrap the call in "
             "`with fp.random.using(key):`, use train_step(seed=…), or set the model to eval mode"
+        )
+    if is_kept() and not keys[-1].in_program:
+        raise RandomKeyError(
+            f"{what} draws from a key that is set around a compiled function, which would keep the first one: write "
+            "`with fp.random.using(key):` inside the function, with an argument as the key, or use train_step(seed=…)"
         )
     keys[-1].drawn += 1
     return fold_in(keys[-1].key, keys[-1].drawn - 1)

@@ -123,11 +123,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             ) from None
 
     def block(self, number: int) -> memoryview:
-        """Return a block. It is valid until the next call.
-
-        Raises:
-            DamagedCheckpointError: if its checksum is wrong.
-        """
+        """Return a block, verified. It is valid until the next call."""
         data = memory_of(self._memory)[: self.size - number * BLOCK]
         if self._number != number:
             self._number = -1

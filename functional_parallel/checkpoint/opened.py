@@ -152,9 +152,6 @@ class Checkpoint:
         """Read boxes into held tensors, by their indices. Each file is read once, from its beginning.
 
         Ranks begin with different files, and read two in turn: one from the disk, and what another rank has just read.
-
-        Raises:
-            DamagedCheckpointError: if a file is damaged or does not have a box.
         """
         work: dict[str, list[tuple[ReadItem, Box, Box]]] = defaultdict(list)
         for item in items:

@@ -182,10 +182,6 @@ def begin_save(
         keep: number of committed checkpoints to keep; None keeps all.
         copies: memory for copies of this process's boxes, made now, so that later steps may change the state.
         disk: the file system.
-
-    Raises:
-        CheckpointError: on every process, if the folder cannot be written, another run writes there, or the hosts do
-            not share it.
     """
     disk, step = disk or Disk(), int(contents.body["step"])
     nonce, problem = secrets.token_hex(8), ""

@@ -1,7 +1,7 @@
 """Tracing of a function into an FX graph, by recording aten ops and collectives on fake tensors."""
 
 from . import data_dependent
-from .assumptions import Assumption, ProgramCache, assume, collect_assumptions
+from .assumptions import Assumption, ProgramCache, assume, collect_assumptions, is_kept
 from .closed_over import ClosedOver
 from .constant_folding import assume_constants, constant_in
 from .enclosing import CapturedTensors

@@ -45,6 +45,11 @@ def collect_assumptions() -> Iterator[list[Assumption]]:
         yield found
 
 
+def is_kept() -> bool:
+    """Whether what is traced now is kept for later calls."""
+    return bool(_open())
+
+
 def _open() -> list[list[Assumption]]:
     return _torch.of_thread("assumptions", list)
 

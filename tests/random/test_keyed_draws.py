@@ -247,13 +247,29 @@ def test_torchs_own_dropouts_are_alike_on_every_mesh(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("drop", [torch.nn.Dropout1d(0.25), lambda x: torch.dropout(x, 0.25, True)])
 def test_what_torchs_own_dropouts_leave(drop: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    with fp.random.using(KEY):
-        step = fp.compile(lambda x: drop(x), Mesh(data=2), in_specs=P("data"), out_specs=P("data"))
-        y = step(torch.ones(64, 64, 2, dtype=dtype))
+    def dropped(x: Tensor, key: Tensor) -> Tensor:
+        with fp.random.using(key):
+            return drop(x)
+
+    step = fp.compile(dropped, Mesh(data=2), in_specs=(P("data"), P()), out_specs=P("data"))
+    y = step(torch.ones(64, 64, 2, dtype=dtype), KEY)
     assert (
         set(y.unique().tolist()) == {0, torch.tensor(1 / 0.75, dtype=dtype).item()} and abs(float(y.mean()) - 1) < 0.05
     )
     assert isinstance(drop, torch.nn.Dropout1d) == torch.equal(y[..., 0], y[..., 1])
+
+
+@pytest.mark.parametrize("compiled", [lambda f: fp.compile(f, Mesh(data=2)), lambda f: train_with(f)])
+def test_a_key_around_a_compiled_function_is_refused(compiled: Any) -> None:
+    """The program would draw from the first key in every call."""
+    step = compiled(fp.data_parallel("data")(lambda w, x: (fp.random.dropout(x) * w).sum()))
+    with fp.random.using(KEY), pytest.raises(RandomKeyError, match=r"write `with fp.random.using\(key\):` inside"):
+        step(torch.ones(4), torch.ones(8, 4))
+
+
+def train_with(f: Any) -> Callable[[Tensor, Tensor], Any]:
+    train = fp.train_step(f, fp.optim.sgd(0.1), Mesh(data=2))
+    return lambda w, x: train(train.init(w), x)
 
 
 def test_torchs_own_dropouts_without_a_key() -> None:

@@ -19,8 +19,15 @@ KEY = fp.random.key(7)
 
 def drawn(draw: Callable[[Tensor], Any], x: Tensor, key: Tensor = KEY) -> Any:
     """The numbers that one rank draws."""
-    with fp.random.using(key):
-        return fp.compile(draw, Mesh(), in_specs=P(), out_specs=P())(x)
+    return fp.compile(keyed(draw), Mesh(), in_specs=(P(), P()), out_specs=P())(x, key)
+
+
+def keyed(draw: Callable[[Tensor], Any]) -> Callable[[Tensor, Tensor], Any]:
+    def f(x: Tensor, key: Tensor) -> Any:
+        with fp.random.using(key):
+            return draw(x)
+
+    return f
 
 
 def half(x: Tensor) -> Tensor:
@@ -73,9 +80,8 @@ def test_moments_and_the_same_numbers_on_every_mesh(name: str) -> None:
     assert abs(found.var() - variance) < 0.1 * variance
     assert torch.equal(found, drawn(draw, x)) and not torch.equal(found, drawn(draw, x, fp.random.key(8)))
     for spec in (P("axis"), P(None, "axis")):
-        local = fp.partition(draw, "axis", (spec,), parameters=None)
-        with fp.random.using(KEY):
-            assert torch.equal(fp.compile(local, Mesh(axis=2))(x), found)
+        local = fp.partition(keyed(draw), "axis", (spec, P()), parameters=None)
+        assert torch.equal(fp.compile(local, Mesh(axis=2))(x, KEY), found)
 
 
 def test_a_permutation_has_every_number_once() -> None:

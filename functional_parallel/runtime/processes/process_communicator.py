@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from sharding_specs import Mesh
 
 from ...collectives import GATHERED, are_bound, bind, reference
 from ..algorithms import Algorithm, AlgorithmGroup, Selection, TaggedMessages, launch, requested_algorithm, select
-from ..buffers import BucketLayout, BucketOutput, Operand, cat_or_view, to_tensor
+from ..buffers import BucketLayout, Operand, cat_or_view, to_tensor
 from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name
 from .backend import TorchCollectives
 from .groups import Axes, AxisGroup, MeshGroups
@@ -107,10 +108,7 @@ class ProcessCommunicator:
             started = launch.all_reduce(*chosen, x, overwrite, layout)
             return self._start_steps("psum", x, axes, chosen, started)
         x = to_tensor(x)
-
-        def finish(total: Tensor) -> Tensor | BucketOutput:
-            return launch.unpack_bucket(total, layout)
-
+        finish = partial(launch.unpack_bucket, layout=layout)
         if self._reduces_itself(x, axes):
             return self._backend.all_reduce(x, axes, overwrite, finish)
         return self._backend.all_gather("psum", x, axes, lambda parts: finish(reference.psum(parts)[0]))
