@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from .files import Tensors
 from .plan import WriteItem
-
-Tensors = Callable[[WriteItem], Iterable[torch.Tensor]]
 
 
 class Copies:

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..errors import CheckpointError
 from .copies import Copies
 from .disk import Disk
-from .files import FileInfo, write_files
+from .files import FileInfo, Tensors, write_files
 from .folder import RunFolder, temporary
 from .format import VERSION, encode, plan_to_json
 from .peers import Peers
@@ -48,7 +48,7 @@ class Contents:
     numbers: dict[str, bool | int | float]
     body: dict[str, Any]
 
-    def tensors(self, rank: int) -> Callable[[WriteItem], Iterable[torch.Tensor]]:
+    def tensors(self, rank: int) -> Tensors:
         """Return a function that returns the tensors of a box of a rank."""
         return lambda item: (part.view(self.shard(part.held, rank)) for part in item.parts)
 
@@ -63,7 +63,7 @@ class Save:
     step: int
     nonce: str
     text: Callable[[dict[str, FileInfo]], bytes]
-    work: list[tuple[int, list[WriteItem], Callable[[WriteItem], Iterable[torch.Tensor]]]]
+    work: list[tuple[int, list[WriteItem], Tensors]]
     algorithm: str
     keep: int | None
     _thread: threading.Thread | None = field(default=None, repr=False)
