@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from .plan import WriteItem
 from .sums import BLOCK, BlockSums, hasher
 
 Tensors = Callable[[WriteItem], Iterable[torch.Tensor]]
+_POPULATE_READ = 22  # of Linux 5.14: reads what is mapped, so that a fault of the disk is an error here, not a signal
 
 
 class FileInfo(NamedTuple):
@@ -64,11 +66,11 @@ def write_file(
 
         def write(data: memoryview) -> None:
             nonlocal place
-            for start in range(0, len(data), BLOCK):
-                part = data[start : start + BLOCK]
+            while len(data):
+                part = data[: BLOCK - place % BLOCK]
                 sums.update(part)
                 disk.write(file, part, place)
-                place += len(part)
+                place, data = place + len(part), data[len(part) :]
 
         write(memoryview(first))
         for each in data:
@@ -91,7 +93,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
 
     def __init__(self, path: Path, info: FileInfo | None = None, algorithm: str = "crc32") -> None:
         self.path, self._sums, self._new = path, None if info is None else info.sums, hasher(algorithm)
-        self._memory, self._number = torch.empty(BLOCK, dtype=torch.uint8), -1  # the last block that was read
+        self._number, self._last = -1, torch.empty(0, dtype=torch.uint8)  # the last block that was read
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -113,35 +115,44 @@ class ShardFile(AbstractContextManager["ShardFile"]):
 
     def _entries(self) -> dict[str, Entry]:
         try:
-            length = int.from_bytes(self.block(0)[:8], "little")
-            stop = min(8 + length, self.size)
-            head = b"".join(bytes(self.block(start // BLOCK)[: stop - start]) for start in range(0, stop, BLOCK))
-            return parse_header(head, self.size)
+            stop = min(8 + int.from_bytes(memory_of(self.block(0))[:8], "little"), self.size)
+            blocks = (memory_of(self.block(start // BLOCK))[: stop - start] for start in range(0, stop, BLOCK))
+            return parse_header(b"".join(map(bytes, blocks)), self.size)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpointError(
                 f"{self.path}: it is not a safetensors file of a checkpoint: {error}"
             ) from None
 
-    def block(self, number: int) -> memoryview:
-        """Return a block, verified. It is valid until the next call."""
-        data = memory_of(self._memory)[: self.size - number * BLOCK]
+    def block(self, number: int) -> torch.Tensor:
+        """Return the bytes of a block, verified. They are valid until the next call."""
         if self._number != number:
-            self._number = -1
-            self._load(number, data)
+            self._number, begin = -1, number * BLOCK
+            self._last = self._load(begin, min(begin + BLOCK, self.size))
+            self._verify(number, memory_of(self._last))
             self._number = number
-        return data
+        return self._last
 
-    def _load(self, number: int, into: memoryview) -> None:
-        done = 0
+    def _load(self, begin: int, end: int) -> torch.Tensor:
+        first = begin - begin % mmap.ALLOCATIONGRANULARITY
+        try:
+            mapped = mmap.mmap(self._file, end - first, access=mmap.ACCESS_COPY, offset=first)
+            mapped.madvise(_POPULATE_READ)
+            return torch.frombuffer(mapped, dtype=torch.uint8, offset=begin - first)
+        except (OSError, ValueError):  # an old system, or a fault that reading names
+            return self._read(begin, end)
+
+    def _read(self, begin: int, end: int) -> torch.Tensor:
+        found, done = torch.empty(end - begin, dtype=torch.uint8), 0
+        into = memory_of(found)
         while done < len(into):
             try:
-                count = os.preadv(self._file, [into[done:]], number * BLOCK + done)
+                count = os.preadv(self._file, [into[done:]], begin + done)
             except OSError as error:
                 raise DamagedCheckpointError(f"{self.path}: {error.strerror}") from error
             if not count:
                 raise DamagedCheckpointError(f"{self.path}: the file was cut while it was read")
             done += count
-        self._verify(number, into)
+        return found
 
     def _verify(self, number: int, data: memoryview) -> None:
         if self._sums is None:
@@ -163,33 +174,16 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         """Copy a box of an entry into a tensor of its shape, which may have another dtype and device."""
         if not common.numel:
             return
-        begin, end = entry.range(common)
-        is_run = end - begin == common.numel * entry.dtype.itemsize
-        if is_run and target.is_contiguous() and target.dtype == entry.dtype and target.device.type == "cpu":
-            self._read_run(begin, memory_of(target))
-            return
         strides = torch.empty(entry.box.size, device="meta").stride()
         for part in self._parts(entry, common, strides):
             found = self._bytes(*entry.range(part), entry.dtype).as_strided(part.size, strides)
             target[part.within(common).slices].copy_(found)
 
-    def _read_run(self, begin: int, into: memoryview) -> None:
-        """Read the bytes from `begin` on, whole blocks without a copy."""
-        end = begin + len(into)
-        for start in range(begin - begin % BLOCK, end, BLOCK):
-            low, high = max(begin, start), min(end, start + BLOCK)
-            part = into[low - begin : high - begin]
-            if len(part) == BLOCK and self._number != start // BLOCK:
-                self._load(start // BLOCK, part)
-            else:
-                part[:] = self.block(start // BLOCK)[low - start : high - start]
-
     def _bytes(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the elements in a range of bytes, which is in one block or has one element, until the next call."""
         pieces = []
         for number in range(begin // BLOCK, (end - 1) // BLOCK + 1):
-            self.block(number)
-            piece = self._memory[max(0, begin - number * BLOCK) : end - number * BLOCK]
+            piece = self.block(number)[max(0, begin - number * BLOCK) : end - number * BLOCK]
             is_whole = len(piece) == end - begin and piece.storage_offset() % dtype.itemsize == 0
             pieces.append(piece if is_whole else piece.clone())
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(dtype)

@@ -20,6 +20,7 @@ from functional_parallel.errors import DamagedCheckpointError
 from sharding_specs import Box, Mesh, P
 
 SMALL = 64  # bytes of a block here
+UNKNOWN = 9999  # advice that no system knows, as an old one does not know that of the library
 
 
 @settings(max_examples=40)
@@ -30,10 +31,13 @@ def test_any_box_of_any_tensor(data: Any, tmp_path_factory: pytest.TempPathFacto
     start = tuple(data.draw(st.integers(0, size - count)) for size, count in zip(shape, sizes, strict=True))
     dtype = data.draw(st.sampled_from([torch.float64, torch.int16]))
     full, box = torch.arange(math.prod(shape)).to(dtype).view(shape), Box(start, sizes)
+    is_mapped = data.draw(st.booleans())
     path = tmp_path_factory.mktemp("file") / "model.safetensors"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "BLOCK", SMALL)
         patch.setattr(files, "BLOCK", SMALL)
+        if not is_mapped:
+            patch.setattr(files, "_POPULATE_READ", UNKNOWN)
         entries = [("first", torch.int16, Box((0,), (5,))), ("x", dtype, Box((0,) * len(shape), shape))]
         info = write_file(Disk(), path, entries, [torch.ones(5, dtype=torch.int16), full], "crc32")
         with ShardFile(path, info, "crc32") as file:
@@ -79,6 +83,7 @@ def test_columns_of_long_rows_are_read_without_the_rest(tmp_path: Path, monkeypa
 def test_short_reads_are_continued_and_errors_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, full, read = tmp_path / "model.safetensors", torch.arange(100.0), os.preadv
     info = write_file(Disk(), path, [("x", torch.float32, Box((0,), (100,)))], [full], "crc32")
+    monkeypatch.setattr(files, "_POPULATE_READ", UNKNOWN)
     monkeypatch.setattr(os, "preadv", lambda file, into, offset: read(file, [into[0][:7]], offset))
     with ShardFile(path, info, "crc32") as file:
         target = torch.zeros(100)
@@ -91,10 +96,16 @@ def test_short_reads_are_continued_and_errors_name_the_file(tmp_path: Path, monk
     monkeypatch.setattr(os, "preadv", fails)
     with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors: Input/output error"):
         ShardFile(path, info, "crc32")
-    monkeypatch.setattr(os, "preadv", read)
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_file_that_is_cut_while_it_is_read(is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, size = tmp_path / "model.safetensors", 3 * sums.BLOCK // 4
+    info = write_file(Disk(), path, [("x", torch.float32, Box((0,), (size,)))], [torch.ones(size)], "crc32")
+    if not is_mapped:
+        monkeypatch.setattr(files, "_POPULATE_READ", UNKNOWN)
     with ShardFile(path, info, "crc32") as file:
-        os.truncate(path, 200)
-        file._number = -1
+        os.truncate(path, sums.BLOCK + 1)
         with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors: the file was cut while it was read"):
             file.verify()
 
