@@ -93,6 +93,8 @@ def _ranges(
     size: int, factors: Sequence[str | int], mesh: Mesh, coordinates: Mapping[str, int]
 ) -> list[tuple[int, int, int]]:
     """Return (start, start in the shard, length) for each range of one dim that a rank holds."""
+    if not factors:
+        return [(0, 0, size)] if size else []
     counts = [mesh.axis_size(f) if isinstance(f, str) else f for f in factors]
     block = -(-size // math.prod(counts))
     indices = [[coordinates[f]] if isinstance(f, str) else range(f) for f in factors]

@@ -60,16 +60,16 @@ class P:
         owner: Mapping[str, int] | None = None,
         padded: Mapping[int, int] | None = None,
     ) -> None:
-        self._dims = _trimmed(tuple(_factors(dim) for dim in dims))
+        self._dims = _trimmed(tuple([_factors(dim) for dim in dims]))
         self.named = len(dims)  # a tensor must have at least this number of dims; trailing dims may be unsharded
         self.unreduced = frozenset((unreduced,) if isinstance(unreduced, str) else unreduced)
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
-        self.owner = dict(sorted((owner or {}).items()))
-        self.padded = dict(sorted((padded or {}).items()))
+        self.owner = dict(sorted(owner.items())) if owner else {}
+        self.padded = dict(sorted(padded.items())) if padded else {}
         used = [*self._axes(), *self.unreduced, *self.reduced, *self.owner]
-        twice = sorted({axis for axis in used if used.count(axis) > 1})
-        if twice:
-            raise SpecError(f"{self!r} uses the axis {twice[0]!r} twice; an axis splits at most one dim")
+        if len(set(used)) < len(used):
+            twice = min(axis for axis in used if used.count(axis) > 1)
+            raise SpecError(f"{self!r} uses the axis {twice!r} twice; an axis splits at most one dim")
         for dim in self.padded:
             if dim >= len(self._dims) or not self._dims[dim] or any(isinstance(f, int) for f in self._dims[dim]):
                 raise SpecError(f"{self!r} pads dim {dim}, which no axis splits, or only an inner factor of it")
@@ -192,6 +192,8 @@ class P:
     def only(self, axes: Iterable[str]) -> P:
         """Return the spec restricted to `axes`. Other axes are removed from their dims; numbers stay."""
         keep = set(axes)
+        if keep >= self.named_axes:
+            return self
         dims = [tuple(f for f in dim if isinstance(f, int) or f in keep) for dim in self._dims]
         padded = {dim: size for dim, size in self.padded.items() if any(isinstance(f, str) for f in dims[dim])}
         owner = {axis: rank for axis, rank in self.owner.items() if axis in keep}
@@ -235,7 +237,7 @@ class P:
     # --- as a value ---
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, P) and self._key() == other._key()
+        return self is other or (isinstance(other, P) and self._key() == other._key())
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -290,8 +292,8 @@ def as_spec(spec: P | str | None) -> P:
 
 
 def _factors(dim: Dim) -> tuple[Factor, ...]:
-    if dim is None:
-        return ()
+    if dim is None or isinstance(dim, str):
+        return () if dim is None else (dim,)
     factors = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     for factor in factors:
         if not isinstance(factor, (str, int)) or isinstance(factor, bool) or (isinstance(factor, int) and factor < 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import optree
+import torch
 
 from .dataclass_nodes import register_dataclasses
 from .errors import SpecError
@@ -68,7 +69,8 @@ def broadcast_specs(
         lines = [*(f"  {each}" for each in found[:_MOST]), *more, f"  {_ways_to_write(tree)}"]
         raise SpecError("\n".join([f"{name}: not of the structure of {what}:", *lines])) from None
     full = [as_spec(leaf) for leaf in leaves]  # raises for leaves that are not specs
-    return structure.unflatten([broadcast_specs(spec, sub) for spec, sub in zip(full, subtrees, strict=True)])
+    pairs = zip(full, subtrees, strict=True)
+    return structure.unflatten([a if isinstance(b, torch.Tensor) else broadcast_specs(a, b) for a, b in pairs])
 
 
 # --- Messages for specs that are not a prefix ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -172,12 +173,10 @@ class ShardFile(AbstractContextManager["ShardFile"]):
 
     def read(self, entry: Entry, common: Box, target: torch.Tensor) -> None:
         """Copy a box of an entry into a tensor of its shape, which may have another dtype and device."""
-        if not common.numel:
-            return
-        strides = torch.empty(entry.box.size, device="meta").stride()
+        strides = [math.prod(entry.box.size[dim + 1 :]) for dim in range(len(entry.box.size))]
         for part in self._parts(entry, common, strides):
             found = self._bytes(*entry.range(part), entry.dtype).as_strided(part.size, strides)
-            target[part.within(common).slices].copy_(found)
+            (target if part == common else target[part.within(common).slices]).copy_(found)
 
     def _bytes(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the elements in a range of bytes, which is in one block or has one element, until the next call."""

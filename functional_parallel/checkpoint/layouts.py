@@ -134,6 +134,9 @@ class LeafLayout:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
+    def __hash__(self) -> int:
+        return hash((self.kind, self.key))
+
     def __str__(self) -> str:
         return f"{self.kind} {self.key!r}"
 
@@ -230,9 +233,8 @@ def _consecutive(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _in_rows(box: Box, rows: Sequence[int]) -> Box | None:
     """Return a box of a row if the box has one of these rows."""
-    if not any(box.start[0] <= row < box.start[0] + box.size[0] for row in rows):
-        return None
-    return Box(box.start[1:], box.size[1:])
+    has_one = any(box.start[0] <= row < box.start[0] + box.size[0] for row in rows)
+    return Box(box.start[1:], box.size[1:]) if has_one else None
 
 
 def _index(axes: Sequence[str], coordinates: Coordinates, mesh: Mesh) -> int:
