@@ -135,7 +135,7 @@ class LeafLayout:
     pieces: tuple[Piece, ...]
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.key))
+        return hash((self.kind, self.key))  # no other leaf has them
 
     def __str__(self) -> str:
         return f"{self.kind} {self.key!r}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import os
+import platform
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,19 @@ def test_short_reads_are_continued_and_errors_name_the_file(tmp_path: Path, monk
     monkeypatch.setattr(os, "preadv", fails)
     with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors: Input/output error"):
         ShardFile(path, info, "crc32")
+
+
+def test_blocks_are_mapped_if_the_system_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = re.match(r"(\d+)\.(\d+)", platform.release())
+    if sys.platform != "linux" or release is None or tuple(map(int, release.groups())) < (5, 14):
+        pytest.skip("only Linux from 5.14 on reads a mapping with an error instead of a signal")
+    path, full = tmp_path / "model.safetensors", torch.arange(100.0)
+    info = write_file(Disk(), path, [("x", torch.float32, Box((0,), (100,)))], [full], "crc32")
+    monkeypatch.delattr(os, "preadv")
+    with ShardFile(path, info, "crc32") as file:
+        target = torch.zeros(90)
+        file.read(file.entries["x"], Box((10,), (90,)), target)
+        assert torch.equal(target, full[10:])
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
