@@ -22,6 +22,12 @@ def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
     return ((hidden @ params["w2"] - y) ** 2).mean()
 
 
+def write(line: str) -> None:
+    """Write a line at once: the ranks share the output, and torchrun does not buffer it."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main(data: int, tensor: int) -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
@@ -35,9 +41,9 @@ def main(data: int, tensor: int) -> None:
     for _ in range(5):
         state, metrics = train(state, draw(8, 4), draw(8, 2))
         if fp.is_main_rank():
-            print(f"loss {metrics.loss.item():.17g}", flush=True)
+            write(f"loss {metrics.loss.item():.17g}")
 
 
 if __name__ == "__main__":
-    atexit.register(lambda: print("groups at the end:", torch.distributed.is_initialized(), flush=True))
+    atexit.register(lambda: write(f"groups at the end: {torch.distributed.is_initialized()}"))
     main(*map(int, sys.argv[1:]))
