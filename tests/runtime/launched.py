@@ -9,6 +9,7 @@ import argparse
 import atexit
 import os
 import socket
+import sys
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,12 @@ def total(ranks: int = 2) -> float:
     return float(add(torch.arange(2.0 * ranks)))
 
 
+def write(line: str) -> None:
+    """Write a line at once: the ranks share the output, and launchers do not buffer it."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -34,13 +41,11 @@ def free_port() -> int:
 
 def main(local_rank: int | None = None) -> None:
     torch.set_num_threads(1)
-    atexit.register(lambda: print("group at the end:", dist.is_initialized(), flush=True))
+    atexit.register(lambda: write(f"group at the end: {dist.is_initialized()}"))
     launch = launch_of_environment()
     assert launch is not None
-    print(
-        f"{launch.by}: rank {fp.rank()} of {launch.size}, local {launch.local_rank}, argument {local_rank}", flush=True
-    )
-    print(f"total {total()}", flush=True)
+    write(f"{launch.by}: rank {fp.rank()} of {launch.size}, local {launch.local_rank}, argument {local_rank}")
+    write(f"total {total()}")
 
 
 def by_hand(rank: int, port: int) -> None:
