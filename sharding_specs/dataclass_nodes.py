@@ -48,7 +48,7 @@ def register_dataclasses(*trees: Any) -> None:
         trees: any pytrees.
     """
     for leaf in optree.tree_leaves(trees):
-        if not isinstance(leaf, _HELD) and _is_instance(leaf) and _holds(leaf):
+        if _is_instance(leaf) and _holds(leaf):
             _register(type(leaf))
             register_dataclasses(leaf)  # its fields may contain more
 

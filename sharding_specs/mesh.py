@@ -110,8 +110,7 @@ class Mesh:
         >>> Mesh(data=2, tensor=4).axis_size(("data", "tensor"))
         8
         """
-        size = self._shape.get(axes, -1) if isinstance(axes, str) else -1
-        return size if size != -1 else math.prod(self.shape[name] for name in self._named(axes))
+        return math.prod(self.shape[name] for name in self._named(axes))
 
     # --- coordinates ---
 

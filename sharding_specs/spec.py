@@ -60,7 +60,7 @@ class P:
         owner: Mapping[str, int] | None = None,
         padded: Mapping[int, int] | None = None,
     ) -> None:
-        self._dims = _trimmed(tuple([_factors(dim) for dim in dims]))
+        self._dims = _trimmed(tuple(_factors(dim) for dim in dims))
         self.named = len(dims)  # a tensor must have at least this number of dims; trailing dims may be unsharded
         self.unreduced = frozenset((unreduced,) if isinstance(unreduced, str) else unreduced)
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
@@ -192,7 +192,7 @@ class P:
     def only(self, axes: Iterable[str]) -> P:
         """Return the spec restricted to `axes`. Other axes are removed from their dims; numbers stay."""
         keep = set(axes)
-        if keep >= self.named_axes:
+        if keep >= self.named_axes and self.named == len(self._dims):
             return self
         dims = [tuple(f for f in dim if isinstance(f, int) or f in keep) for dim in self._dims]
         padded = {dim: size for dim, size in self.padded.items() if any(isinstance(f, str) for f in dims[dim])}
@@ -292,8 +292,8 @@ def as_spec(spec: P | str | None) -> P:
 
 
 def _factors(dim: Dim) -> tuple[Factor, ...]:
-    if dim is None or isinstance(dim, str):
-        return () if dim is None else (dim,)
+    if dim is None:
+        return ()
     factors = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     for factor in factors:
         if not isinstance(factor, (str, int)) or isinstance(factor, bool) or (isinstance(factor, int) and factor < 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import optree
-import torch
 
 from .dataclass_nodes import register_dataclasses
 from .errors import SpecError
@@ -69,8 +68,7 @@ def broadcast_specs(
         lines = [*(f"  {each}" for each in found[:_MOST]), *more, f"  {_ways_to_write(tree)}"]
         raise SpecError("\n".join([f"{name}: not of the structure of {what}:", *lines])) from None
     full = [as_spec(leaf) for leaf in leaves]  # raises for leaves that are not specs
-    pairs = zip(full, subtrees, strict=True)
-    return structure.unflatten([a if isinstance(b, torch.Tensor) else broadcast_specs(a, b) for a, b in pairs])
+    return structure.unflatten([optree.tree_map(lambda _, a=a: a, b) for a, b in zip(full, subtrees, strict=True)])
 
 
 # --- Messages for specs that are not a prefix ---

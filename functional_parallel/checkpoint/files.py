@@ -176,7 +176,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         strides = [math.prod(entry.box.size[dim + 1 :]) for dim in range(len(entry.box.size))]
         for part in self._parts(entry, common, strides):
             found = self._bytes(*entry.range(part), entry.dtype).as_strided(part.size, strides)
-            (target if part == common else target[part.within(common).slices]).copy_(found)
+            target[part.within(common).slices].copy_(found)
 
     def _bytes(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the elements in a range of bytes, which is in one block or has one element, until the next call."""

@@ -233,8 +233,9 @@ def _consecutive(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _in_rows(box: Box, rows: Sequence[int]) -> Box | None:
     """Return a box of a row if the box has one of these rows."""
-    has_one = any(box.start[0] <= row < box.start[0] + box.size[0] for row in rows)
-    return Box(box.start[1:], box.size[1:]) if has_one else None
+    if not any(box.start[0] <= row < box.start[0] + box.size[0] for row in rows):
+        return None
+    return Box(box.start[1:], box.size[1:])
 
 
 def _index(axes: Sequence[str], coordinates: Coordinates, mesh: Mesh) -> int:

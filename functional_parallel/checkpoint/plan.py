@@ -81,7 +81,7 @@ class SavePlan:
     @cached_property
     def _written(self) -> Callable[[LeafLayout, int], tuple[Box, ...]]:
         """The boxes of a leaf that a rank wrote. The last ones are kept, because a rank reads neighbouring boxes."""
-        return lru_cache(4096)(lambda leaf, rank: tuple([region.box for region in leaf.written(self.mesh, rank)]))
+        return lru_cache(4096)(lambda leaf, rank: tuple(region.box for region in leaf.written(self.mesh, rank)))
 
 
 def plan_save(leaves: Sequence[LeafLayout], mesh: Mesh) -> SavePlan:

@@ -15,17 +15,12 @@ from torch import Tensor
 
 import functional_parallel as fp
 from sharding_specs import Mesh, P
+from tests.runtime.launched import write
 
 
 def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
     hidden = fp.random.dropout(torch.tanh(x @ params["w1"]), 0.2)
     return ((hidden @ params["w2"] - y) ** 2).mean()
-
-
-def write(line: str) -> None:
-    """Write a line at once: the ranks share the output, and torchrun does not buffer it."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def main(data: int, tensor: int) -> None:

@@ -75,6 +75,7 @@ def test_minus_one_takes_the_rest() -> None:
         (lambda: Mesh(data=2).resolve(4), "has 2 ranks, but there are 4"),
         (lambda: Mesh(data=-1).size, r"not resolved; call .resolve\(world_size\)"),
         (lambda: Mesh(data=-1).groups("data"), "not resolved"),
+        (lambda: Mesh(data=-1, tensor=2).axis_size("tensor"), "not resolved"),
         (lambda: Mesh(data=2).axis_size("tensor"), "no axis 'tensor'; its axes are: data"),
         (lambda: Mesh(data=2).groups(("data", "data")), "'data' is named twice"),
         (lambda: Mesh(data=2).coordinates(2), "rank 2 is not on .* ranks 0 to 1"),

@@ -95,3 +95,8 @@ def test_a_spec_fits_tensors_of_as_many_dims(dims: list[Any], ndim: int) -> None
             shard(x, spec, MESH, 0)
     else:
         assert shard(x, spec, MESH, 0).ndim == ndim
+
+
+def test_a_restricted_spec_does_not_need_trailing_unsharded_dims() -> None:
+    for axes in ({"i"}, {"i", "j"}, set()):
+        assert P("i", None).only(axes).named == 1
