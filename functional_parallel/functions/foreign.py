@@ -74,7 +74,7 @@ def _mesh_for(mesh: Any) -> str:
 
 
 def written_here(value: Any) -> str:
-    """Return advice that replaces a torch scheduler or parameters, given as an optimizer or a rate; else ""."""
+    """Return what to write in place of a torch scheduler, or of a module's parameters; "" for any other value."""
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         schedule = _SCHEDULERS.get(kind.__name__)
