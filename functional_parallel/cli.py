@@ -39,6 +39,7 @@ from .runtime import launch_of_environment
 from .schedules import command
 from .transforms import chain, matched, pipeline, tensor_parallel, zero
 
+_PIPE = "pipe"
 _TARGETS = (__doc__ or "\n\n").split("\n\n", 1)[1]  # python -OO removes docstrings
 
 
@@ -84,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
         "--zero", type=int, choices=range(4), help="also count gradients and optimizer at this stage of ZeRO"
     )
     memory.add_argument("--axis", default="data", help="the mesh axis of --zero")
-    memory.add_argument("--pipe", default="pipe", help="the mesh axis of a pipeline, which cuts stacks of layers")
+    memory.add_argument(
+        "--pipe", help=f"the mesh axis of a pipeline, which cuts stacks of layers; {_PIPE!r} if the mesh has it"
+    )
     memory.add_argument(
         "--convention", choices=sorted(CONVENTIONS), default="zero", help="bytes per parameter that --zero counts"
     )
@@ -188,26 +191,45 @@ def _memory(chosen: argparse.Namespace) -> str:
     mesh = Mesh.parse(chosen.mesh)
     specs, _, unused = matched(rules, params, chosen.target)
     validate(params, specs, mesh)
+    used = {axis for spec in optree.tree_leaves(specs) for axis in spec.axes}
+    if chosen.pipe is not None and mesh.axis_size(chosen.pipe) > 1 and chosen.pipe not in used:
+        raise UsageError(
+            f"--pipe {chosen.pipe}: no spec of {chosen.target} names the axis, so which parameters a rank holds "
+            f"follows from where the model is cut: give P({chosen.pipe!r}, …) to stacked layers, or ask the program, "
+            "by train.lower(params, *batch).memory()"
+        )
     rows = sorted(memory_table(params, specs, mesh), key=lambda row: -row.bytes)
-    lines = columns([(row.path, str(list(row.shape)), repr(row.spec), readable_bytes(row.bytes)) for row in rows])
-    lines.append(f"total {readable_bytes(sum(row.bytes for row in rows))} per rank on {mesh!r}")
+    total, lines = (
+        (sum(row.bytes for row in rows), []) if chosen.zero is None else _to_train(chosen, params, specs, mesh, used)
+    )
+    used |= {chosen.axis} if chosen.zero is not None else set()
+    idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
+    lines += [f"mesh axis {axis!r} splits nothing: its {mesh.axis_size(axis)} ranks hold the same" for axis in idle]
     if unused:
         lines.append(f"rules that find no parameter: {', '.join(unused)}")
-    if chosen.zero is not None:
-        lines += ["", _to_train(chosen, params, specs, mesh)]
-    return "\n".join(lines)
+    table = columns([(row.path, str(list(row.shape)), repr(row.spec), readable_bytes(row.bytes)) for row in rows])
+    return "\n".join([f"total {readable_bytes(total)} per rank on {mesh!r}", *lines, "", *table])
 
 
-def _to_train(chosen: argparse.Namespace, params: Tree, specs: SpecTree, mesh: Mesh) -> str:
+def _to_train(
+    chosen: argparse.Namespace, params: Tree, specs: SpecTree, mesh: Mesh, used: set[str]
+) -> tuple[int, list[str]]:
+    """Return the bytes that a rank holds to train, and the lines that say of what."""
     mesh.axis_size(chosen.axis)  # raises for an unknown axis
-    used = {axis for spec in optree.tree_leaves(specs) for axis in spec.axes}
-    split = used - {chosen.axis, chosen.pipe}
-    others = [tensor_parallel(axis, specs) for axis in reversed(mesh.axis_names) if axis in split]
-    last = [pipeline(chosen.pipe, specs, microbatches=2 * mesh.axis_size(chosen.pipe))] if chosen.pipe in used else []
+    pipe = chosen.pipe or _PIPE
+    others = [tensor_parallel(axis, specs) for axis in reversed(mesh.axes) if axis in used - {chosen.axis, pipe}]
+    ranks = mesh.shape.get(pipe, 1)
+    last = (
+        [pipeline(pipe, specs if pipe in used else None, microbatches=2 * ranks)] if ranks > 1 or pipe in used else []
+    )
     at_rest = specs if chosen.zero == 3 and chosen.axis in used else None
     plan = chain(*others, zero(chosen.zero, chosen.axis, at_rest), *last)
     found = estimate(params, mesh, plan, convention=chosen.convention)
-    return f"{plan!r}, {sum(CONVENTIONS[chosen.convention])} bytes per parameter:\n{found}"
+    per_parameter = sum(CONVENTIONS[chosen.convention])
+    kinds = ("parameters", "gradients", "optimizer")
+    parts: list[tuple[str, ...]] = [(name, readable_bytes(getattr(found, name))) for name in kinds]
+    notes = [f"note: {found.note}"] if found.note else []
+    return found.total, [f"{plan!r}, {per_parameter} bytes per parameter:", *columns(parts), *notes]
 
 
 def _result(chosen: argparse.Namespace, wanted: str) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from sharding_specs import Mesh, register_dataclasses
 from .collectives import check_callable
 from .errors import LayoutError
 from .functions import LocalFunction, PyTree, SpecTree, bind_positional, explain_keywords, layout_of, require_mesh
-from .ir import current_source, leaf_signature
+from .ir import current_source, leaf_signature, with_short_tracebacks
 from .lowering import Lowered, Options, call_shard_map, lower
 from .passes import pass_names
 from .pipelines import PipelineProgram, Stacks, stacks_of
@@ -154,8 +154,9 @@ class Compiled:
         self.f, self.mesh, self.name, self.options = f, mesh, name, options
         self.program: Program | PipelineProgram | None = None
         self._specs = specs
-        self._lowered: ProgramCache[Lowered] = ProgramCache(name, below=2)
+        self._lowered: ProgramCache[Lowered] = ProgramCache(name)
 
+    @with_short_tracebacks
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         if recorder() is not None:
             return self._inside(self._by_place(args, named))
@@ -178,6 +179,7 @@ class Compiled:
     def _stacks(self) -> Stacks | None:
         return stacks_of(layout_of(self.f))
 
+    @with_short_tracebacks
     def lower(self, *args: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program for these arguments, without running it. Tensors may be on any device, including meta."""
         return self._lower(self._by_place(args, named))[0].program

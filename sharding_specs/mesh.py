@@ -90,9 +90,18 @@ class Mesh:
         return dict(self._shape)
 
     @property
-    def axis_names(self) -> tuple[str, ...]:
-        """Axis names, outermost first."""
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes, outermost first.
+
+        >>> Mesh(data=2, tensor=4).axes
+        ('data', 'tensor')
+        """
         return tuple(self._shape)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the axes, outermost first, by the name that JAX gives them."""
+        return self.axes
 
     @property
     def size(self) -> int:

@@ -89,31 +89,53 @@ def test_explain_prints_the_program(capsys: pytest.CaptureFixture[str]) -> None:
 def test_memory_counts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """Two 4 × 8 matrices of float32, each split in two."""
     lines = output(capsys, "memory", "tests.cli_targets:model", *MESH).splitlines()
-    assert lines[0] == "w1  [4, 8]  P(None, 'tensor')  64 B"
-    assert lines[-1] == "total 128 B per rank on Mesh(data=2, tensor=2)"
+    assert lines[0] == "total 128 B per rank on Mesh(data=2, tensor=2)"
+    assert lines[1] == "mesh axis 'data' splits nothing: its 2 ranks hold the same"
+    assert lines[3] == "w1  [4, 8]  P(None, 'tensor')  64 B"
+    assert sum("total" in line for line in lines) == 1
 
 
 def test_memory_names_rules_that_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys, "memory", "tests.cli_targets:misspelt", *MESH).splitlines()
-    assert lines[-2:] == ["total 192 B per rank on Mesh(data=2, tensor=2)", "rules that find no parameter: w_2"]
+    assert lines[0] == "total 192 B per rank on Mesh(data=2, tensor=2)"
+    assert lines[2] == "rules that find no parameter: w_2"
 
 
 def test_memory_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     """Four of eight layers of 4 × 6 in 16 bytes a parameter, and what is in no stack."""
     found = output(capsys, "memory", "tests.cli_targets:layers", "--mesh", "pipe=2,data=1", "--zero", "1")
     assert "pipeline('pipe', '1f1b', 4)" in found and "16 bytes per parameter" in found
-    assert found.splitlines()[-2].split() == ["total", "1.6", "KiB"] and (4 * 4 * 6 + 8) * 16 == 1664
-    assert "the rank of 'pipe' that holds most" in found.splitlines()[-1]
+    assert found.splitlines()[0] == "total 1.6 KiB per rank on Mesh(pipe=2, data=1)" and (4 * 4 * 6 + 8) * 16 == 1664
+    assert "the rank of 'pipe' that holds most" in found
+
+
+def test_memory_refuses_a_pipeline_that_no_spec_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bytes of a rank follow from the cut, which the parameters alone do not show."""
+    words = ("memory", "tests.cli_targets:model", "--mesh", "pipe=2,tensor=2")
+    for more, message in (
+        (("--pipe", "pipe"), "--pipe pipe: no spec of tests.cli_targets:model names the axis"),
+        (
+            ("--zero", "0", "--axis", "tensor"),
+            "which parameters a rank of 'pipe' holds follows from where the model is",
+        ),
+        (("--pipe", "stage"), "has no axis 'stage'"),
+    ):
+        assert main((*words, *more)) == 2
+        assert message in capsys.readouterr().err
+    assert "mesh axis 'pipe' splits nothing: its 2 ranks hold the same" in output(capsys, *words)
 
 
 def test_memory_counts_what_training_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """64 parameters, split over tensor; gradients and optimizer of ZeRO-2 over data too: 32·2 + 16·2 + 16·12 bytes."""
     lines = output(capsys, "memory", "tests.cli_targets:model", *MESH, "--zero", "2").splitlines()
-    assert lines[-5] == "chain(tensor_parallel('tensor'), zero(2, 'data')), 16 bytes per parameter:"
-    assert [line.split()[1] for line in lines[-4:]] == ["64", "32", "192", "288"]
+    assert lines[:2] == [
+        "total 288 B per rank on Mesh(data=2, tensor=2)",
+        "chain(tensor_parallel('tensor'), zero(2, 'data')), 16 bytes per parameter:",
+    ]
+    assert [line.split()[1] for line in lines[2:5]] == ["64", "32", "192"] and not lines[5]
     lines = output(capsys, "memory", "tests.cli_targets:model", *MESH, "--zero", "3", "--axis", "tensor").splitlines()
-    assert lines[-5] == "chain(zero(3, 'tensor')), 16 bytes per parameter:"
-    assert lines[-1] == "total       512 B"
+    assert lines[1] == "chain(zero(3, 'tensor')), 16 bytes per parameter:"
+    assert lines[0] == "total 512 B per rank on Mesh(data=2, tensor=2)"
 
 
 @pytest.mark.parametrize(

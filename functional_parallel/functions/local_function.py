@@ -26,6 +26,7 @@ from sharding_specs import (
 
 from ..checker import check_arguments
 from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
+from ..ir import with_short_tracebacks
 from .keywords import bind_positional, call_signature
 from .request import PyTree, Request, SpecTree
 
@@ -101,6 +102,7 @@ class LocalFunction:
         self.name = name
         self.results: SpecTree = None
 
+    @with_short_tracebacks
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         args = bind_positional(self.layout.signature, self.name, args, named)
         return self.run(*check_arguments(self, self.layout.axes, self.layout.arguments, args))

@@ -21,12 +21,14 @@ import einops
 import optree
 import torch
 
+import sharding_specs
+
 from .. import _torch
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (torch.__file__, einops.__file__, optree.__file__, _HERE)
+    for path in (torch.__file__, einops.__file__, optree.__file__, sharding_specs.__file__, _HERE)
 )
 _STDLIB = os.path.dirname(os.path.abspath(linecache.__file__)) + os.sep
 

@@ -101,7 +101,7 @@ def get(name: str) -> Callable[..., Schedule]:
     Schedule(zb-h1: 4 stages on 4 ranks, 8 microbatches)
 
     Args:
-        name: a name in `FAMILIES` or an alias, such as "bfs" or "pipedream-flush".
+        name: a name in `FAMILIES` or an alias, such as "bfs" or "pipedream-flush". `zb_h1` is "zb-h1".
 
     Returns:
         A function of `stages` and `microbatches`. Some have more arguments. All arguments may be passed by keyword.
@@ -113,7 +113,9 @@ def get(name: str) -> Callable[..., Schedule]:
 
 
 def family(name: str) -> Family:
-    found = FAMILIES.get(_ALIASES.get(name, name))
+    """Return the family of a name in `FAMILIES` or an alias. `_` counts as `-`, as in the names of functions."""
+    dashed = str(name).replace("_", "-")
+    found = FAMILIES.get(_ALIASES.get(dashed, dashed))
     if found is None:
         raise ScheduleError(f"there is no schedule {name!r}; there are {', '.join(FAMILIES)}")
     return found

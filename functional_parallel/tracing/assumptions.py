@@ -8,7 +8,6 @@ read, it records an assumption during tracing. The program is used only while th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from sharding_specs import tree_paths
 
 from .. import _torch
-from ..ir import LeafSignature, TensorSignature
+from ..ir import LeafSignature, TensorSignature, current_source, warn_at
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,10 @@ _MOST = 3  # leaves that the warning names
 
 
 class ProgramCache(Generic[T]):
-    """Cache of traced programs by key. Of several programs for one key, the first with valid assumptions is used.
+    """Cache of traced programs by key. Of several programs for one key, the first with valid assumptions is used."""
 
-    `below` is the number of this library's calls between the user's line and `get`.
-    """
-
-    def __init__(self, name: str, below: int) -> None:
-        self._name, self._below, self._found = name, below, dict[Key, list[T]]()
+    def __init__(self, name: str) -> None:
+        self._name, self._found = name, dict[Key, list[T]]()
         self._warn_at = _MANY
 
     def get(self, key: Key, make: Callable[[], T]) -> T:
@@ -89,12 +85,12 @@ class ProgramCache(Generic[T]):
 
     def _warn(self, key: Key) -> None:
         last = next(reversed(self._found))
-        warnings.warn(
+        warn_at(
+            current_source(),
             f"{self._name} has traced {len(self._found)} programs, and traces another: {_difference(key, last)}. Every "
             "shape, and every value of what is no tensor, makes a program of its own, which takes as long as the first "
             "one did and is kept: give numbers as tensors, and fill batches up to few shapes (fp.pad_batch)",
             RuntimeWarning,
-            stacklevel=self._below + 3,
         )
         self._warn_at *= 2
 

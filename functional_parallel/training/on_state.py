@@ -13,7 +13,7 @@ from sharding_specs import SpecError, broadcast_specs, tree_paths
 
 from ..collectives import bind
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
-from ..ir import leaf_signature
+from ..ir import leaf_signature, with_short_tracebacks
 from ..lowering import Lowered, Options, lower
 from ..pipelines import PipelineProgram, pipeline_of, stacks_of
 from ..program import Explanation, PassTable, Program
@@ -38,6 +38,7 @@ class StateFunction:
         self.program: Program | PipelineProgram | None = None
         self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
 
+    @with_short_tracebacks
     def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> PyTree:
         """Call the function on a state's parameters and a batch. Return full tensors. Every process must call it."""
         form, runtime = self.train.known_form(state), self.train.runtime_for(state)
@@ -54,6 +55,7 @@ class StateFunction:
         result, stacks = lowered.unflatten(whole), stacks_of(self.f.layout)
         return result if stacks is None else stacks.restack_all(result)
 
+    @with_short_tracebacks
     def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program for these arguments, without running it."""
         return self._lower(self.train.known_form(state), state, self.batches.by_place(batch, named)).program
@@ -71,7 +73,7 @@ class StateFunction:
 
     def _lower(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
-        programs = self._lowered.setdefault(form, ProgramCache(self.f.name, below=2))
+        programs = self._lowered.setdefault(form, ProgramCache(self.f.name))
         lowered = programs.get((tree, tuple(map(leaf_signature, leaves))), lambda: self._trace(form, state, batch))
         self.program = lowered.program
         return lowered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -18,7 +17,7 @@ from sharding_specs import Mesh, P, tree_paths
 from .. import _torch
 from ..errors import DonatedStateError, ReentrantCallError
 from ..functions import PyTree
-from ..ir import LeafSignature, leaf_signature
+from ..ir import LeafSignature, current_source, leaf_signature, warn_at
 from .local_step import Metrics
 from .signatures import on_one_line, structure_as_text
 from .update import StepLayout
@@ -104,12 +103,12 @@ def recorded_steps(before: int, loss: torch.Tensor | None) -> int:
     if loss is None or not loss.requires_grad:
         return 0
     if before + 1 == _MANY_RECORDED:
-        warnings.warn(
+        warn_at(
+            current_source(),
             f"the last {_MANY_RECORDED} steps took a batch, or began with parameters, that require a gradient, and the "
             "state keeps the graph of each for a derivative through them: memory grows with every step. Where none is "
             "wanted, as of a batch that another model computed, give x.detach()",
             RuntimeWarning,
-            stacklevel=3,
         )
     return before + 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -17,7 +16,14 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths, validate
 from .. import _torch
 from ..data import check_same_call
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
-from ..ir import TensorSignature, leaf_signature, without_memory
+from ..ir import (
+    TensorSignature,
+    current_source,
+    leaf_signature,
+    warn_at,
+    with_short_tracebacks,
+    without_memory,
+)
 from ..optim import Optimizer, tree_map_params
 from ..pipelines import PipelineProgram, stacks_of
 from ..requests import ReplicaState, StateRequest, converted_state, split_state, state_requests, with_leaves
@@ -63,6 +69,7 @@ class StateManager(ABC):
         """Return the runtime of the step."""
         return runtime_of(self.mesh, self.f, self.options.reduction)
 
+    @with_short_tracebacks
     def init(self, params: PyTree) -> TrainState:
         """Shard parameters and create the optimizer's state, leaf by leaf.
 
@@ -104,7 +111,7 @@ class StateManager(ABC):
                 form, leaves = self._begin(make)
                 made = enumerate(leaves)
             if why and makes:
-                warnings.warn(_IN_ONE_PIECE.format(why=why), RuntimeWarning, stacklevel=2)
+                warn_at(current_source(), _IN_ONE_PIECE.format(why=why), RuntimeWarning)
             return self._compared("train_step.init", form, leaves, made)
 
     def _begin(self, make: Callable[[], PyTree]) -> tuple[StateLayout, list[Any]]:

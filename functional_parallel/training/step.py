@@ -17,7 +17,7 @@ from sharding_specs import Mesh
 from .. import random
 from ..checkpoint import Copies, Save, tree_to_json
 from ..functions import LocalFunction, PyTree, SpecTree, explain_keywords
-from ..ir import leaf_signature
+from ..ir import leaf_signature, with_short_tracebacks
 from ..lowering import ArgumentPaths, Lowered, lower
 from ..optim import Optimizer, counted_on_host, rates
 from ..passes import pass_names
@@ -131,6 +131,7 @@ class TrainStep(StateManager):
 
     # --- stepping ---
 
+    @with_short_tracebacks
     def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> tuple[TrainState, Metrics]:
         """Run one step.
 
@@ -256,6 +257,7 @@ class TrainStep(StateManager):
             raise ValueError("train_step has not run yet: take one step, or call train.lower(state, batch), first")
         return self.program.explain(group=group, casts=casts)
 
+    @with_short_tracebacks
     def lower(self, state: TrainState | PyTree, *batch: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program of a step for these arguments, without running it.
 
@@ -379,7 +381,7 @@ class TrainStep(StateManager):
     ) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
         key = (tree, tuple(map(leaf_signature, leaves)))
-        programs = self._lowered.setdefault((form, exchanges), ProgramCache("train_step", below=3))
+        programs = self._lowered.setdefault((form, exchanges), ProgramCache("train_step"))
         lowered = programs.get(key, lambda: self._trace(form, shapes(), batch, exchanges))
         self.program = self._latest[form] = lowered.program
         return lowered

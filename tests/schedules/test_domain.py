@@ -75,7 +75,12 @@ def test_other_arguments_are_checked() -> None:
 
 
 def test_names_of_the_same_schedule() -> None:
-    for other, name in (("bfs", "looped-bfs"), ("dualpipev", "dualpipe-v"), ("pipedream-flush", "1f1b")):
+    for other, name in (
+        ("bfs", "looped-bfs"),
+        ("dualpipev", "dualpipe-v"),
+        ("pipedream-flush", "1f1b"),
+        ("zb_h1", "zb-h1"),
+    ):
         assert schedules.get(other) is schedules.get(name)
         assert schedules.for_ranks(other, 2, 4, chunks=3) == schedules.for_ranks(name, 2, 4, chunks=3)
 
