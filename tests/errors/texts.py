@@ -21,7 +21,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, use_runtime
@@ -49,9 +48,10 @@ def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
     return (x @ params["w"]).square().mean()
 
 
-def body(
-    f: Callable[..., Any], mesh: Mesh = TENSOR, in_specs: Any = (P("tensor"),), out_specs: Any = P()
-) -> Callable[..., Any]:
+ROWS, WHOLE = (P("tensor"),), P()
+
+
+def body(f: Callable[..., Any], mesh: Mesh = TENSOR, in_specs: Any = ROWS, out_specs: Any = WHOLE) -> Any:
     return fp.shard_map(f, mesh, in_specs=in_specs, out_specs=out_specs)
 
 
