@@ -26,7 +26,7 @@ from ..ir import (
     tensor_operands,
     update_info,
 )
-from ..rules import lookup, parse_rule
+from ..rules import lookup
 
 aten = torch.ops.aten
 
@@ -182,7 +182,7 @@ def _linear_marks(node: fx.Node) -> list[str]:
         return ["~" if node.target in _GRADIENTS_OF_VIEWS else ""] * count
     if rule.text is None:
         return ["~" if rule.moves_only else ""] * count
-    return [pattern.linear for pattern in parse_rule(rule.text_for(node)).operands]
+    return [pattern.linear for pattern in rule.text_for(node).operands]
 
 
 def is_zero(node: fx.Node, depth: int = 16) -> bool:

@@ -56,7 +56,6 @@ from ..rules import (
     find_factor,
     lookup,
     mask_duplicates,
-    parse_rule,
     placed,
     reshaped_place,
 )
@@ -309,7 +308,7 @@ def _reduced(result: Aval | None) -> AxisLayout:
 def _decision(rule: Rule, step: OpContext) -> OpSharding:
     decision = rule.decide(step) if rule.decide is not None else None
     if decision is None:
-        text = parse_rule(rule.text_for(step.node))
+        text = rule.text_for(step.node)
         decision = choose_sharding(text, step.operands, step.results, step.parts, step.where, rule.counts)
     return decision
 
@@ -356,7 +355,7 @@ def _through_view(step: OpContext, form: Shard) -> OpSharding | None:
 
 
 def _through_text(step: OpContext, rule: Rule, form: Shard) -> OpSharding | None:
-    text = parse_rule(rule.text_for(step.node))
+    text = rule.text_for(step.node)
     fits = [pattern.fit(op.aval.shape, step.where) for pattern, op in zip(text.operands, step.operands, strict=True)]
     result = text.results[0].fit(step.result().shape, step.where)
     sizes = factor_sizes(fits, step.operands, step.where)

@@ -65,8 +65,6 @@ def choose_sharding(
 
     With `counts`, the op's own lowering ignores the samples that uneven shards duplicate.
     """
-    if len(rule.operands) != len(operands):
-        raise RuleError(f"{where}: the rule {rule.text!r} names {len(rule.operands)} operands of {len(operands)}")
     ones = parts.ranks == 1 and len({operand.aval.shape for operand in operands}) == 1
     fits = [pattern.fit(op.aval.shape, where, ones=ones) for pattern, op in zip(rule.operands, operands, strict=True)]
     sizes = factor_sizes(fits, operands, where)

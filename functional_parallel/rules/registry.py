@@ -12,9 +12,9 @@ from torch.fx.node import Target
 
 from .. import _torch
 from ..errors import RuleError
-from ..ir import register_differentiable, where
-from .notation import parse_rule
-from .texts import pointwise_text
+from ..ir import register_differentiable, tensor_operands, where
+from .notation import RuleText, parse_rule
+from .texts import pointwise_text, results_of
 
 if TYPE_CHECKING:
     from .decide import OpSharding
@@ -41,14 +41,21 @@ class Rule:
     # whether torch's derivative is not linear in the gradient, which must then not be partial sums
     whole_gradient: bool = False
 
-    def text_for(self, node: fx.Node) -> str:
+    def text_for(self, node: fx.Node) -> RuleText:
+        """Return the rule of a call of the op, which has a pattern for each operand and each result."""
         assert self.text is not None
         text = self.text if isinstance(self.text, str) else self.text(node)
         if not isinstance(text, str):
             raise RuleError(
                 f"the rule of {where(node)} is a function that returned {text!r}; it shall return the rule's text"
             )
-        return text
+        parsed, operands, results = parse_rule(text), len(tensor_operands(node)), results_of(node)
+        if len(parsed.operands) != operands or len(parsed.results) != results:
+            raise RuleError(
+                f"the rule {text!r} of {where(node)} has {len(parsed.operands)} patterns for {operands} tensor operands "
+                f"and {len(parsed.results)} for {results} results; write one for each"
+            )
+        return parsed
 
 
 _rules: dict[Target, Rule] = {}

@@ -16,6 +16,7 @@ from torch import fx
 
 from ..functions import PyTree
 from ..ir import VIEWS, argument, as_complex, as_real, info, is_trained
+from ..partition import prepare
 from ..rules import cross_entropy
 from .intermediate import traced_leaves
 
@@ -158,7 +159,7 @@ def _index_ranges(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> dict
     if not integers:
         return {}
     try:
-        inputs = dict(zip(tensors, traced_leaves(loss, args).inputs, strict=True))
+        inputs = dict(zip(tensors, prepare(traced_leaves(loss, args)).inputs, strict=True))
     except Exception:  # a function that cannot be traced is reported when it is compiled
         return {}
     found = {index: _range(inputs[index]) for index in integers if leaves[index].dtype != torch.bool}

@@ -38,7 +38,7 @@ def first_differing_op(
 
     `what` is the result that differs, "value" or "gradient". `exact` and `rtol` are those of `compare`.
     """
-    traced = traced_leaves(loss, args)
+    traced = prepare(traced_leaves(loss, args))
     ops = [node for node in traced.nodes if not isinstance(info(node).val, tuple) and not _is_uninitialised(node)]
 
     def values(*args: PyTree) -> list[torch.Tensor]:
@@ -74,7 +74,7 @@ def traced_leaves(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Trac
     def flat(*values: torch.Tensor) -> list[Any]:
         return list(optree.tree_leaves(loss(*filled(leaves, tensors, values, tree))))
 
-    return prepare(trace(flat, [aval_of(leaves[index]) for index in tensors], forward_only=True))
+    return trace(flat, [aval_of(leaves[index]) for index in tensors], forward_only=True)
 
 
 def _values(traced: Traced, ops: list[fx.Node], args: tuple[PyTree, ...]) -> list[torch.Tensor]:

@@ -158,6 +158,9 @@ class _Check:
         for case, mine, right in zip(cases, self._outcomes(found), self._outcomes(wanted), strict=True):
             self._compare_case(case, way, mine, right)
             self.coverage.add(case, way, unequal)
+        for case, values in zip(cases, arguments, strict=True):
+            if case.is_mark:
+                self._compare_sums(case, way, values, count)
 
     def _compare_case(self, case: Case, way: str, found: _Named, wanted: _Named) -> None:
         for name, right in wanted.items():
@@ -165,6 +168,17 @@ class _Check:
                 compare(found[name], right, name, exact=self.exact, rtol=self.rtol)
             except NotEquivalentError as error:
                 raise self._false(case, way, str(error)) from None
+
+    def _compare_sums(self, case: Case, way: str, values: list[torch.Tensor], count: int) -> None:
+        """Compare the sum over ranks of the op itself, which a body on shards calls, with the op of the sums."""
+        sums = [how == SUMS for how in case.layouts]
+        each = [
+            self.sample.call([x[rank] if is_sum else x for x, is_sum in zip(values, sums, strict=True)])
+            for rank in range(count)
+        ]
+        wanted = self.sample.call([x.sum(0) if is_sum else x for x, is_sum in zip(values, sums, strict=True)])
+        found = [torch.stack(parts).sum(0) for parts in zip(*each, strict=True)]
+        self._compare_case(case, way, *({f"result {i}": x for i, x in enumerate(them)} for them in (found, wanted)))
 
     def _false(self, case: Case, way: str, problem: str) -> FalseRuleError:
         rule, op = self.sample.rule, self.sample.op

@@ -41,6 +41,7 @@ class Case:
     fix: str  # advice for a false claim
     layouts: Layouts  # for each operand a shard, SUMS, or None for a replicated operand
     factor: str = ""  # that the case splits; empty if it splits none
+    is_mark: bool = False  # whether it tests a mark of linear operands
 
     def __str__(self) -> str:
         """Describe the layouts of the operands that are not replicated."""
@@ -115,7 +116,8 @@ def _of_marks(rule: RuleText, avals: Sequence[Aval]) -> Iterator[Case]:
             continue  # torch sums other integers and booleans in int64
         mark, them = marks[group[0]], "it" if len(group) == 1 else "them together"
         layouts = tuple(SUMS if index in group else None for index in range(len(avals)))
-        yield Case(f"mark {mark} of {_operands(group)}", f"the op is linear in {them}", "Remove the mark", layouts)
+        claim = f"mark {mark} of {_operands(group)}"
+        yield Case(claim, f"the op is linear in {them}", "Remove the mark", layouts, is_mark=True)
 
 
 def _of_single_operands(avals: Sequence[Aval], parts: DimSplit) -> Iterator[Case]:

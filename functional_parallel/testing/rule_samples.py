@@ -10,10 +10,12 @@ from typing import Any
 
 import optree
 import torch
+from torch import fx
 
 from ..functions import PyTree, filled
-from ..ir import Aval, aval_of, eval_node, tensor_operands
-from ..rules import RuleText, lookup, parse_rule
+from ..ir import Aval, Traced, aval_of, eval_node, tensor_operands
+from ..partition import prepare
+from ..rules import RuleText, lookup
 from ..tracing import recorder
 from .intermediate import traced_leaves
 
@@ -52,10 +54,9 @@ def sample_of(op: Callable[..., PyTree], number: int, sample: tuple[PyTree, ...]
     call = sample if has_keywords else (sample, {})
     leaves, tree = optree.tree_flatten(call)
     traced = traced_leaves(partial(_call, op), call)
-    found = list(traced.nodes)
-    node = next((node for node in found if node.target == op), None)
+    node = _call_of(op, traced) or _call_of(op, prepare(traced))
     if node is None:
-        names = ", ".join(str(node.target) for node in found) or "no op at all"
+        names = ", ".join(str(node.target) for node in traced.nodes) or "no op at all"
         raise ValueError(
             f"check_rule({op}): the graph of sample {number} holds {names}, not the op; rules are looked up for the "
             "ops of the graph, so check those"
@@ -67,8 +68,12 @@ def sample_of(op: Callable[..., PyTree], number: int, sample: tuple[PyTree, ...]
         raise ValueError(f"check_rule({op}): sample {number} reaches the op through other ops; call it directly")
     entry = lookup(op)
     assert entry is not None
-    text = None if entry.text is None else parse_rule(entry.text_for(node))
+    text = None if entry.text is None else entry.text_for(node)
     return Sample(op, number, leaves, tree, [index for index in operands if index is not None], text)
+
+
+def _call_of(op: Callable[..., PyTree], traced: Traced) -> fx.Node | None:
+    return next((node for node in traced.nodes if node.target == op), None)
 
 
 def _call(op: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[torch.Tensor]:

@@ -17,17 +17,18 @@ aten = torch.ops.aten
 
 
 def _convolution_text(node: fx.Node) -> str:
-    """Rule of `convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)`."""
-    # The bias is added by a separate op.
+    """Rule of `convolution(x, w, bias, stride, padding, dilation, transposed, output_padding, groups)`."""
+    # A partition adds the bias by a separate op. With a bias the op is not linear: each rank would add it.
+    linear, add, bias = ("~", "+", "") if node.args[2] is None else ("", "^", ", co")
     ndim = ndim_of(node)
     transposed, groups = node.args[6], node.args[8]
     space = " ".join(f"s{dim}^" for dim in range(ndim - 2))
     kernel = " ".join(f"k{dim}^" for dim in range(ndim - 2))
     out = " ".join(f"new{dim}" for dim in range(ndim - 2))
     if groups != 1:
-        return f"~n c^ {space}, ~co^ cg^ {kernel} -> n newc {out}"
-    weight = f"~c+ co {kernel}" if transposed else f"~co c+ {kernel}"
-    return f"~n c+ {space}, {weight} -> n co {out}"
+        return f"{linear}n c^ {space}, {linear}co^ cg^ {kernel}{bias} -> n newc {out}"
+    weight = f"{linear}c{add} co {kernel}" if transposed else f"{linear}co c{add} {kernel}"
+    return f"{linear}n c{add} {space}, {weight}{bias} -> n co {out}"
 
 
 def _sampling_text(node: fx.Node) -> str:
