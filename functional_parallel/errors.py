@@ -18,6 +18,7 @@ __all__ = [
     "CustomFunctionError",
     "DamagedCheckpointError",
     "DonatedStateError",
+    "EqualCopiesWarning",
     "Error",
     "FalseRuleError",
     "ForeignCollectiveError",
@@ -118,6 +119,10 @@ class PartitionError(Error, ValueError):
 
 class PartitionWarning(UserWarning):
     """Warning of an op that every rank computes on full tensors because it has no sharding rule."""
+
+
+class EqualCopiesWarning(UserWarning):
+    """Warning of a sum or maximum over ranks of a value that all ranks hold alike by construction."""
 
 
 class RuleError(Error, ValueError):

@@ -17,6 +17,8 @@ from ..ir import (
     eval_node,
     explicit_casts,
     grad_mode_of,
+    implied_source,
+    info,
     is_trained,
     source_of,
     tensor_operands,
@@ -37,7 +39,7 @@ def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
             if node.op == "get_attr":
                 run.values[node] = traced.constants[node.target]
             elif node.op == "call_function":
-                with at_source(source_of(node)):
+                with at_source(implied_source(node) if info(node).backward else source_of(node)):
                     run.values[node] = run.compute(node)
     return [run.values[out] if isinstance(out, fx.Node) else out for out in traced.outputs]
 

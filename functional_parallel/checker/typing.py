@@ -21,7 +21,9 @@ from ..ir import (
     casts_are_explicit,
     info,
     named_arguments,
+    operands_of,
     primitive_name,
+    reached,
     source_of,
     tensor_operands,
     update_info,
@@ -146,6 +148,18 @@ class Typing:
 
 def type_of(node: fx.Node) -> Type:
     return info(node).type or Type()
+
+
+def since(node: fx.Node, axis: str) -> str:
+    """Describe the op through which a value came into its state along an axis, for messages; empty if unknown."""
+    state = type_of(node)[axis]
+    same = reached([node], lambda each: (operand for operand in operands_of(each) if type_of(operand)[axis] is state))
+    first = next((each for each in node.graph.nodes if each in same and source_of(each) is not None), None)
+    if first is None or state is _I:
+        return ""
+    read = [info(operand).path for operand in operands_of(first) if operand in same and operand.op == "placeholder"]
+    reads = f", which reads argument {' and '.join(filter(None, read))}" if any(read) else ""
+    return f". It is {state} along {axis!r} since {_where(first)}{reads}"
 
 
 def _of_gradient(node: fx.Node, found: Type) -> Type:

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import primitives, shapes
 from .axes import Axes, axis_size, normalize_axes
 from .leaves import NUMBERS, Leaf, checked_emit, over_leaves, split_dim_of
-from .types import State
+from .types import State, called
 
 Tree = TypeVar("Tree")
 
@@ -72,10 +72,15 @@ def pmean(x: Tree, axis: Axes) -> Tree:
 
     Returns:
         A pytree of the same shapes.
+
+    Raises:
+        CollectiveTypeError: when x is known to be equal on all ranks.
     """
 
     def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
-        return psum(value, axes) / axis_size(axes)
+        with called("pmean"):
+            total = psum(value, axes)
+        return total / axis_size(axes)
 
     return over_leaves("pmean", leaf, x, axis, numbers=True)
 

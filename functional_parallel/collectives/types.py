@@ -17,6 +17,8 @@ The states and transitions are the same as in JAX's shard_map (jax-ml/jax, `jax/
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 
 from ..errors import CollectiveTypeError
@@ -135,6 +137,8 @@ _FIXES = {
     ("psum", _I): "a psum would multiply it by the number of ranks. A doubled psum? Drop one; "
     "if the product is meant, write x * fp.axis_size({axis!r})",
     ("psum", _R): "a psum would multiply it by the number of ranks; drop it, or write x * fp.axis_size({axis!r})",
+    ("pmean", _I): "their mean is that value; drop the pmean",
+    ("pmean", _R): "their mean is that value; drop the pmean",
     ("psum_scatter", _I): "to keep one slice per rank write fp.pscatter(x, {axis!r}, dim), which sends nothing",
     ("psum_scatter", _R): "there is nothing to sum; use it as it is",
     ("all_gather", _I): "there is nothing to gather; use it as it is, or write fp.pvary(x, {axis!r}) first "
@@ -193,10 +197,23 @@ def source_state(operation: str, operand: Type, axes: tuple[str, ...], **params:
     if len(states) > 1:
         found = ", ".join(f"{axis}: {operand[axis].name.capitalize()}" for axis in axes)
         raise CollectiveTypeError(
-            f"{operation} over axes {axes}: the operand is in different states on them ({found}); "
+            f"{_called.get() or operation} over axes {axes}: the operand is in different states on them ({found}); "
             "write one call per state"
         )
     return states.pop()
+
+
+_called: ContextVar[str | None] = ContextVar("collective that users call", default=None)
+
+
+@contextmanager
+def called(name: str) -> Iterator[None]:
+    """Name a collective that is built from another one, for messages."""
+    token = _called.set(name)
+    try:
+        yield
+    finally:
+        _called.reset(token)
 
 
 def _check_state(operation: str, axis: str, state: State, params: Mapping[str, Param]) -> None:
@@ -205,8 +222,9 @@ def _check_state(operation: str, axis: str, state: State, params: Mapping[str, P
         return
     accepted = {_V} if operation == "all_gather" else set(_RULES[operation])
     if state not in accepted:
-        key = ("pmax" if operation == "pmin" else operation, state)
-        raise _mismatch(operation, axis, state, _FIXES.get(key, _FIX_BY_STATE[state]))
+        name = _called.get() or operation
+        key = ("pmax" if operation == "pmin" else name, state)
+        raise _mismatch(name, axis, state, _FIXES.get(key, _FIX_BY_STATE[state]))
     declared = params.get("src", "auto")
     if declared != "auto" and State(declared) is not state:
         raise _mismatch(operation, axis, state, f"but the call declares it {declared}; leave src='auto'")

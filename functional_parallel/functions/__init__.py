@@ -12,6 +12,7 @@ from .local_function import (
     as_local_function,
     axis_mesh,
     layout_of,
+    refuse_idle_states,
     refuse_unknown_axes,
     specs_per_leaf,
 )

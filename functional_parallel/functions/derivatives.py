@@ -47,7 +47,9 @@ def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = 
 
     Returns:
         A function that returns `(gradients, value)` or `(gradients, (value, aux))`. Gradients have the structure of the
-        argument, with None for each leaf that is not a floating-point tensor. For a local f, a local function.
+        argument, with None for each leaf that is not a floating-point tensor. For a local f, a local function. In a
+        body on shards, the gradient of a value that differs by rank is that of its sum over the ranks: n times the
+        gradient of the mean. For a mean, differentiate `fp.pmean(value, axis)`.
     """
     call = _gradient_call(f, argnums, has_aux)
     return _derived(f, call, lambda own, args: (_gradient_specs(own, args, argnums), own.results), "grad_and_value")
@@ -64,7 +66,8 @@ def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> 
         f, argnums, has_aux: as for `grad_and_value`.
 
     Returns:
-        A function that returns the gradients, or `(gradients, aux)`.
+        A function that returns the gradients, or `(gradients, aux)`. As for `grad_and_value`, a loss that differs by
+        rank gives the gradient of its sum over the ranks.
     """
     both = _gradient_call(f, argnums, has_aux)
 

@@ -171,6 +171,21 @@ def axis_mesh() -> Mesh:
     return Mesh({name: mesh_axis_size(name) for name in (*hidden_axes(), *current_axes())})
 
 
+def refuse_idle_states(specs: tuple[SpecTree, ...], who: str, axis: str) -> None:
+    """Refuse specs of a plan's arguments with `unreduced` or `owner` for its axis, which no plan applies."""
+    wrong = [
+        f"  {path}: {spec!r}: {'unreduced' if axis in spec.unreduced else 'owner'}= has no effect along {axis!r}"
+        for path, spec in zip(tree_paths(specs), optree.tree_leaves(specs), strict=True)
+        if axis in spec.unreduced or axis in spec.owner
+    ]
+    if wrong:
+        raise SpecError(
+            f"specs of {who}: a plan's arguments are replicated or sharded along {axis!r}; leave it out of unreduced= "
+            "and owner=, which specs of fp.shard_map and out_specs take (one rank holds all training state with "
+            "fp.data_parallel(axis, master=rank)):\n" + "\n".join(wrong)
+        )
+
+
 def refuse_unknown_axes(specs: tuple[SpecTree, ...], who: str, known: Collection[str] = ()) -> None:
     """Refuse specs of arguments that name an axis that is neither bound here nor in `known`, such as a typo."""
     names = axis_mesh().axis_names

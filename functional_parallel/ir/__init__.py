@@ -11,6 +11,7 @@ from .graph import (
     argument,
     forget_rewrites,
     getitem,
+    implied_source,
     named_arguments,
     operands_of,
     primitive_name,

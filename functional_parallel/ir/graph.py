@@ -109,6 +109,12 @@ def source_of(node: fx.Node) -> Source | None:
     return info(node).source
 
 
+def implied_source(node: fx.Node) -> Source | None:
+    """Return the source of ops that the library emits for a node."""
+    source = info(node).source
+    return None if source is None else replace(source, implied=True)
+
+
 def where(node: fx.Node) -> str:
     """Return an op and its source line, for messages."""
     return f"{node.target} at {source_of(node) or 'an unknown line'}"

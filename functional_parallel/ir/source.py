@@ -47,6 +47,7 @@ class Source:
     text: str
     region: str | None = None  # name of the call of an `fp.recompute` or checkpointed function that contains the op
     casts_parameters: bool = False  # whether it is an initial cast of `fp.mixed_precision`, or a transpose of one
+    implied: bool = field(default=False, compare=False)  # whether the library emitted the op for the line
     stage: int = field(default=0, compare=False)  # number of earlier `fp.stage_boundary` calls of the model
 
     def __str__(self) -> str:

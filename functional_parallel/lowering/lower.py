@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import optree
 import torch
+from torch import fx
 
 from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 
-from ..checker import Typing, is_zero, record_input_specs, type_of, type_of_spec
+from ..checker import Typing, is_zero, record_input_specs, since, type_of, type_of_spec, warn_of_equal_copies
 from ..collectives import DimSplit, State, Type, bind
 from ..errors import LayoutError, OutSpecError
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, filled, layout_of, specs_per_leaf
@@ -205,6 +206,7 @@ def _traced(
     ):
         assume(autocast_dtypes)
         traced = trace(checked, avals, types=types, on_node=Typing(wide.shape))
+    warn_of_equal_copies(traced, wide.shape)
     held = [type_of(output) for output in traced.outputs]
     kept = () if pipeline is None else (pipeline.virtual,)  # its sums mark the end of the pipeline
     return simplify(drop_size_one_axes(forget_values(traced), wide, kept=kept)), held, assumptions
@@ -256,7 +258,7 @@ def _check_results(program: Program, types: list[Type], known: Collection[str]) 
             if (held[axis], wanted[axis]) == (_I, _O):
                 continue  # the owner holds what all ranks hold
             if held[axis] is not wanted[axis]:
-                wrong.append(f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec)}")
+                wrong.append(f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec, output)}")
                 if (held[axis], wanted[axis]) == (_V, _I) and axis not in known:
                     wrong.append(_BY_HAND.format(axis=axis))
     if wrong:
@@ -269,8 +271,9 @@ _BY_HAND = (
 )
 
 
-def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
+def mismatch(axis: str, held: State, wanted: State, spec: P, output: fx.Node) -> str:
     """Describe the mismatch of a result in state `held` along an axis with the state `wanted`, and how to fix it."""
+    # With its origin: the line since which it is in that state.
     fixes = {
         (_V, _I): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "
         f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
@@ -281,7 +284,8 @@ def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
         (_O, _I): f"is held by one rank along {axis!r}, but {spec!r} says that all ranks hold it; "
         f"write P(…, owner={{{axis!r}: rank}})",
     }
-    return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
+    fix = fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
+    return fix + since(output, axis)
 
 
 def per_argument(specs: SpecTree, args: tuple[PyTree, ...], name: str) -> tuple[SpecTree, ...]:

@@ -88,7 +88,7 @@ def _check_results(traced: Traced, specs: Sequence[P], visible: Sequence[str], p
         if isinstance(output, torch.fx.Node):
             held, wanted = type_of(output), type_of_spec(spec)
             wrong += [
-                f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec)}"
+                f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec, output)}"
                 for axis in visible
                 if held[axis] is not wanted[axis]
             ]

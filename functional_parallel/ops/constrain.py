@@ -33,10 +33,15 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
             to an axis of the mesh.
 
     Raises:
-        SpecError: when the spec does not fit the value. In a plan, also when the spec names an axis of the mesh with
+        SpecError: when the spec does not fit the value, or has more than dims. In a plan, also when the spec names an axis of the mesh with
             several ranks that no transform of the plan splits.
     """
     spec = as_spec(spec)
+    if spec.named_axes != spec.axes or spec.padded:
+        raise SpecError(
+            f"{current_source() or 'a call'}: constrain to {spec!r}: a constraint names the axes of dims; unreduced=, "
+            "reduced=, owner= and padded= have no effect there. The plan decides when partial sums are added"
+        )
     _note(spec)
     pending = {axis: mesh_axis_size(axis) for axis in hidden_axes() if axis in spec.axes}
     if current_axes() or hidden_axes():

@@ -26,6 +26,7 @@ from ..functions import (
     SpecTree,
     axis_mesh,
     layout_of,
+    refuse_idle_states,
     refuse_unknown_axes,
     specs_per_leaf,
 )
@@ -115,6 +116,7 @@ class Partitioning:
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             own = specs_per_leaf(self.specs(args), args, f"specs of {self.name}")
             refuse_unknown_axes(own, self.name, {axis})
+            refuse_idle_states(own, self.name, axis)
             before = specs_per_leaf(inner.arguments(args), args, f"specs of {f!r}")
             if (owner := self.owner) is not None:
                 return tuple(optree.tree_map(lambda spec: _with_place(spec, owner, axis), spec) for spec in before)

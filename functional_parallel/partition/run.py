@@ -27,8 +27,10 @@ from ..ir import (
     eval_node,
     explicit_casts,
     grad_mode_of,
+    implied_source,
     info,
     is_trained,
+    primitive_name,
     source_of,
     tensor_operands,
     walk_args,
@@ -111,7 +113,8 @@ class _ShardInterpreter:
             if node.op == "get_attr":
                 self.values[node] = PartitionedValue(REPLICATED, traced.constants[node.target])
             elif node.op == "call_function":
-                with at_source(source_of(node)):
+                by_hand = primitive_name(node) is not None and not info(node).backward
+                with at_source(source_of(node) if by_hand else implied_source(node)):
                     self.compute(node)
 
     def compute(self, node: fx.Node) -> None:
@@ -212,7 +215,7 @@ class _ShardInterpreter:
             if isinstance(form, Shard) and isinstance(value.place, (Replicated, Owned)):
                 value.forms[form] = self._sliced(node, value, form)
             else:  # attribute the psum of partial sums to the op that left them
-                with at_source(source_of(node) if value.place == PARTIAL else current_source()):
+                with at_source(implied_source(node) if value.place == PARTIAL else current_source()):
                     value.forms[form] = self._converted(value, form)
         return value.forms[form]
 
@@ -239,7 +242,7 @@ class _ShardInterpreter:
             return self._converted(value, form)
         step, rule = source
         args, kwargs = self._arguments(node, tensor_operands(node), step.decision, REPLICATED_VARYING)
-        with at_source(source_of(node)), grad_mode_of(node):
+        with at_source(implied_source(node)), grad_mode_of(node):
             return rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
 
     def _step(self, node: fx.Node) -> OpContext:
@@ -271,7 +274,7 @@ class _ShardInterpreter:
             held = self.values[output].place
             place = wanted[index] if wanted is not None else None
             place = place if place is not None else self._result_place(held)
-            with at_source(source_of(output)):
+            with at_source(implied_source(output)):
                 parts.append(self._result(output, place))
             places.append(place)
         return parts, places

@@ -10,7 +10,7 @@ import optree
 
 from sharding_specs import P
 
-from ..functions import LocalFunction, PyTree, SpecTree, as_local_function, explain_keywords, layout_of, specs_per_leaf
+from ..functions import LocalFunction, PyTree, SpecTree, as_local_function, explain_keywords, layout_of, refuse_idle_states, specs_per_leaf
 from ..optim import Optimizer, is_known_elementwise, sgd
 from ..partition import Partitioning
 from ..quantities import is_positive_int
@@ -107,6 +107,7 @@ def _replicas(axis: str, inner: int, outer: Optimizer | None, batch: SpecTree, s
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             given = batch_arg_specs(args, batch, P(axis))
+            refuse_idle_states(tuple(given), name, axis)
             inner = layout_of(f).arguments(args)[1:]
             whole = specs_per_leaf((*given, *inner), args[1:] * 2, f"specs of {name}", 1)
             return (P(), *optree.tree_map(partial(_outermost, axis), whole[: len(given)], whole[len(given) :]))

@@ -32,6 +32,7 @@ from ..functions import (
     axis_mesh,
     explain_keywords,
     layout_of,
+    refuse_idle_states,
     refuse_unknown_axes,
 )
 from ..ir import current_source, warn_at
@@ -380,6 +381,7 @@ def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], Spe
                     f"model need not have it, write sharding_specs.optional({pattern!r})",
                 )
         require_dims(tree, match.specs, "the parameters")
+        refuse_idle_states((match.specs,), who, axis)
         return match.specs
 
     return find
