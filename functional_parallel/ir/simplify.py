@@ -6,15 +6,16 @@ activation would later cost three psums instead of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 import torch
 from torch import fx
 from torch.fx.node import Argument, Target
 
-from .graph import Traced
+from .graph import Traced, reached
 from .info import info
-from .views import RESHAPES
+from .views import RESHAPES, VIEWS
 
 aten = torch.ops.aten
 
@@ -26,8 +27,14 @@ _SAME_SHAPE_IS_IDENTITY = RESHAPES | {
 def simplify(traced: Traced) -> Traced:
     """Merge equal nodes and remove identities, in place. Return the graph, sealed."""
     seen: dict[Hashable, fx.Node] = {}
+    returned = reached(
+        (out for out in traced.outputs if isinstance(out, fx.Node)),
+        lambda node: node.args[:1] if node.target in VIEWS else (),
+    )
     for node in list(traced.nodes):
         original = _identity_of(node)
+        if original is None and node not in returned and _changes_nothing(node):  # else an output would share memory
+            original = node.args[0]
         if original is None:
             key = _key(node)
             original = seen.setdefault(key, node) if key is not None else node
@@ -62,6 +69,26 @@ def _identity_of(node: fx.Node) -> fx.Node | None:
         if isinstance(source, fx.Node) and info(source).val == info(node).val:
             return source
     return None
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Whether an op is `x * 1`, `x / 1` or `x - 0`, or `x + 0` of integers: identities for every bit."""
+    # -0.0 + 0 is 0.0, so `x + 0` is an op, but a linear one. A product of complex numbers makes NaN from infinity.
+    neutral = _NEUTRAL.get(node.target)
+    if neutral is None or node.kwargs or len(node.args) != 2 or info(node).no_grad:
+        return False
+    x, number = node.args
+    dtype = info(node).aval.dtype
+    if isinstance(number, fx.Node) or number != neutral or info(x).val != info(node).val or dtype.is_complex:
+        return False
+    return math.copysign(1, number) > 0 and not (node.target in _ADDITIONS and dtype.is_floating_point)
+
+
+_ADDITIONS = {aten.add.Tensor, aten.add.Scalar}
+_NEUTRAL: dict[Target, int] = {
+    **dict.fromkeys([*_ADDITIONS, aten.sub.Tensor, aten.sub.Scalar], 0),
+    **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar], 1),
+}
 
 
 def _key(node: fx.Node) -> Hashable | None:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .. import collectives as fp
+from ..checker import is_zero
 from ..collectives import DimSplit
 from ..errors import PartitionError, PartitionWarning
 from ..functions import PyTree
@@ -75,6 +76,7 @@ class PartitionedValue:
     part: torch.Tensor
     is_parameter: bool = False
     forms: dict[TargetLayout, torch.Tensor] = field(default_factory=dict)
+    is_constant: bool = False  # whether no input affects it
     is_alone: bool = False  # whether only the owner computes with it, after `fp.outputs`
 
 
@@ -111,7 +113,7 @@ class _ShardInterpreter:
     def run(self, traced: Traced) -> None:
         for node in traced.graph.nodes:
             if node.op == "get_attr":
-                self.values[node] = PartitionedValue(REPLICATED, traced.constants[node.target])
+                self.values[node] = PartitionedValue(REPLICATED, traced.constants[node.target], is_constant=True)
             elif node.op == "call_function":
                 by_hand = primitive_name(node) is not None and not info(node).backward
                 with at_source(source_of(node) if by_hand else implied_source(node)):
@@ -163,7 +165,8 @@ class _ShardInterpreter:
         value: PartitionedValue = self.values[node]
         completed = value.place == PARTIAL and REPLICATED in value.forms  # the partial sums would need a second psum
         is_whole = completed or isinstance(value.place, Owned)
-        return OperandInfo(info(node).aval, REPLICATED if is_whole else value.place, value.is_parameter)
+        place, once = REPLICATED if is_whole else value.place, len(node.users) == 1
+        return OperandInfo(info(node).aval, place, value.is_parameter, value.is_constant, is_read_once=once)
 
     def _rule(self, step: OpContext) -> Rule:
         rule = lookup(step.node.target)
@@ -207,7 +210,8 @@ class _ShardInterpreter:
         if form == value.place:
             return value.part
         held_whole = isinstance(value.place, (Replicated, Reduced))
-        if held_whole and (form == REPLICATED or not (isinstance(form, Shard) or info(node).aval.is_differentiable)):
+        is_kept = not (isinstance(form, Shard) or form == PARTIAL or info(node).aval.is_differentiable)
+        if held_whole and (form == REPLICATED or is_kept):
             return value.part
         if isinstance(form, Owned) and (held_whole or REPLICATED in value.forms):
             return value.forms.get(REPLICATED, value.part)
@@ -247,6 +251,9 @@ class _ShardInterpreter:
 
     def _step(self, node: fx.Node) -> OpContext:
         operands = [self._operand(operand) for operand in tensor_operands(node)]
+        if any(operand.place == PARTIAL for operand in operands):
+            pairs = zip(operands, tensor_operands(node), strict=True)
+            operands = [replace(known, is_zero=known.place == REPLICATED and is_zero(each)) for known, each in pairs]
         return OpContext(node, self.axis, self.cut, operands, list(info(node).results), eval_node, owner=self.owner)
 
     def _store(self, node: fx.Node, step: OpContext, outputs: PyTree, alone: bool) -> None:
@@ -258,7 +265,8 @@ class _ShardInterpreter:
         if step.is_on_owner and self.owner is not None:
             results = tuple(self.owner if place == REPLICATED else place for place in results)
         places = zip(results, parts, strict=True)
-        values = [PartitionedValue(place, part, static, is_alone=alone) for place, part in places]
+        fixed = all(operand.is_constant for operand in step.operands)
+        values = [PartitionedValue(place, part, static, is_constant=fixed, is_alone=alone) for place, part in places]
         self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
 
     def results(

@@ -13,6 +13,7 @@ Reduced means replicated with an unreduced gradient. Varying operand means a rep
 | sharded → sharded on another dim | `all_to_all` | all_to_all |
 | partial sums → replicated | `psum` | pvary |
 | partial sums → sharded | `psum_scatter` | all_gather |
+| replicated → partial sums | none: the value on one rank, zeros on the others | the gradient of that rank; constants only |
 | owned → varying operand | `broadcast` | reduce |
 | owned → replicated | `broadcast`, for an op that casts by itself | reduce of the owner's gradient |
 | owned → sharded | `scatter` | gather |
@@ -65,6 +66,8 @@ def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, pa
             return apply_primitive("pbroadcast", apply_primitive("pcast", x, (axis,), "reduced", "varying"), (axis,), 0)
         assert isinstance(held, Shard)
         return _gather(x, held, axis, parts, "invariant")
+    if isinstance(form, Partial):
+        return on_one_rank(x, axis)
     assert isinstance(form, Shard), f"nothing is turned into {form}"
     if isinstance(held, Partial):
         return _scatter("psum_scatter", add_duplicates(x, form, parts), form, axis, "varying")
@@ -73,6 +76,11 @@ def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, pa
     if isinstance(held, Reduced):
         return _own_part(apply_primitive("pcast", x, (axis,), "reduced", "varying"), form, axis, parts)
     return _reshard(x, held, form, axis, parts)
+
+
+def on_one_rank(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """Return a constant as partial sums: the value on the first rank, and zeros on the others."""
+    return torch.where((axis_index(axis) == 0).to(x.device), x, torch.zeros_like(x))
 
 
 def _from_owner(x: torch.Tensor, owner: int, form: TargetLayout, axis: str, parts: DimSplit) -> torch.Tensor:

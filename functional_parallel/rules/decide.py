@@ -22,11 +22,14 @@ Factors = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class OperandInfo:
-    """Data about one tensor operand for a decision: global shape and dtype, layout, and whether it is a parameter."""
+    """Data about one tensor operand for a decision: global shape and dtype, layout, and properties of the value."""
 
     aval: Aval
     place: AxisLayout
     is_parameter: bool = False
+    is_constant: bool = False  # whether it depends on no input, so that no gradient flows to it
+    is_zero: bool = False  # whether it is known to be zeros, where others are partial sums
+    is_read_once: bool = False  # whether the op is the only one that reads it
 
 
 @dataclass(frozen=True)
@@ -146,19 +149,30 @@ def placed(fit: Factors, choice: SplitFactor, sizes: dict[str, int]) -> Shard | 
 def _without_choice(rule: RuleText, operands: Sequence[OperandInfo], results: int) -> OpSharding:
     """Return the decision for an op without a factor to split on.
 
-    Partial sums pass through if the op is linear in them; else they are resolved. In a product of two partial sums both
+    Partial sums pass through if the op is linear in them; else they are resolved. A constant that is added to them is
+    added on one rank. In a product of two partial sums both
     are resolved. One has to be, and the product with the other would need another psum. In a square, resolving both
     takes one psum instead of two.
     """
     partial = [isinstance(op.place, Partial) for op in operands]
     keep = [False] * len(operands)
     together = [index for index, pattern in enumerate(rule.operands) if pattern.linear == "&"]
-    if together and all(partial[index] for index in together):
+    if _are_summands([operands[index] for index in together]):
         keep = [index in together for index in range(len(operands))]
     elif not together:
         keep = [pattern.linear == "~" and partial[i] and sum(partial) == 1 for i, pattern in enumerate(rule.operands)]
     required = tuple(PARTIAL if kept else REPLICATED for kept in keep)
     return OpSharding(required, (PARTIAL if any(keep) else REPLICATED,) * results)
+
+
+def _are_summands(together: Sequence[OperandInfo]) -> bool:
+    """Whether operands are partial sums, or zeros or constants beside partial sums. One rank adds a constant."""
+    # Another op that reads the partial sums may need them complete. Adding the constant before would cost a second psum.
+    sums = [operand for operand in together if isinstance(operand.place, Partial)]
+    rest = [operand for operand in together if not isinstance(operand.place, Partial) and not operand.is_zero]
+    largest = max((operand.aval.numel for operand in sums), default=0)
+    added = all(each.is_constant and each.place == REPLICATED and each.aval.numel <= largest for each in rest)
+    return bool(sums) and (not rest or (added and all(operand.is_read_once for operand in sums)))
 
 
 def factor_sizes(fits: list[Factors], operands: Sequence[OperandInfo], where: str) -> dict[str, int]:

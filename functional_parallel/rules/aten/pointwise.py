@@ -1,17 +1,19 @@
 """Rules of linear elementwise ops. Any other op that torch tags pointwise has the nonlinear rule.
 
-A sum with a Python number is not linear, because each rank would add it. A linear mark applies only between tensors.
+A sum with a Python number other than 0 is not linear, because each rank would add it. A partition adds it on one rank.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ...collectives import MICROBATCH, hidden_axes
 from ...ir import info, tensor_operands
 from ...tracing import STRAIGHT_THROUGH
 from ..axis_layout import PARTIAL, REPLICATED
+from ..convert import on_one_rank
 from ..decide import OpSharding
 from ..op_context import OpContext
 from ..registry import Rule, rule
@@ -21,7 +23,33 @@ aten = torch.ops.aten
 
 
 def _sum_text(node: fx.Node) -> str:
-    return linear_text("&&")(node) if len(tensor_operands(node)) == 2 else pointwise_text(node)
+    if len(tensor_operands(node)) == 2:
+        return linear_text("&&")(node)
+    is_same = node.args[1] == 0 and info(node.args[0]).aval.dtype == info(node).aval.dtype
+    return "~... -> ..." if is_same else pointwise_text(node)
+
+
+def _decide_sum(step: OpContext) -> OpSharding | None:
+    """Keep partial sums that only this op reads, when it adds a number."""
+    x = step.operands[0]
+    keeps = len(step.operands) == 1 and x.place == PARTIAL and x.is_read_once and x.aval == step.result()
+    return OpSharding((PARTIAL,), (PARTIAL,)) if keeps else None
+
+
+def _local_sum(step: OpContext, x: Tensor, other: Tensor | complex, *alpha: float, **kwargs: Argument) -> Tensor:
+    if isinstance(other, Tensor) or other == 0 or step.decision.operands != (PARTIAL,):
+        return step.run(x, other, *alpha, **kwargs)
+    number = on_one_rank(torch.full((), other, dtype=x.dtype, device=x.device), step.axis)
+    op, named = _WITH_TENSOR.get(step.node.target, step.node.target), {"alpha": alpha[0]} if alpha else kwargs
+    result: Tensor = step.emit(op, (x, number), named)
+    return result
+
+
+_WITH_TENSOR = {
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.rsub.Scalar: aten.rsub.Tensor,
+}
 
 
 def _quotient_text(node: fx.Node) -> str:
@@ -64,7 +92,7 @@ def _membership_text(node: fx.Node) -> str:
     return f"..., {pattern(f't{dim}^' for dim in range(info(node.args[1]).aval.ndim))} -> ..."
 
 
-rule([aten.add.Tensor, aten.sub.Tensor], Rule(_sum_text))
+rule([aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, *_WITH_TENSOR], Rule(_sum_text, _local_sum, _decide_sum))
 rule([aten.mul.Tensor], Rule(linear_text("~~")))
 rule([aten.mul.Scalar, aten.neg.default, aten.clone.default, aten.detach.default], Rule("~... -> ..."))
 rule([aten.contiguous.default, aten.alias.default, aten.lift_fresh.default], Rule("~... -> ..."))
@@ -76,7 +104,6 @@ rule([aten.copy.default], Rule("..., ... -> ..."))
 rule([aten.floor_divide.default], Rule(pointwise_text))  # torch does not tag it pointwise
 rule([aten.leaky_relu.default], Rule(pointwise_text))  # nor this one, in 2.11
 rule([STRAIGHT_THROUGH], Rule("&..., &... -> ..."))
-rule([aten.rsub.Tensor], Rule(_sum_text))
 rule([aten._conj.default, aten._conj_physical.default], Rule("~... -> ..."))
 rule([aten.complex.default], Rule("&..., &... -> ..."))
 rule([aten.polar.default, aten._prelu_kernel.default, aten.hardswish.default], Rule(pointwise_text))
