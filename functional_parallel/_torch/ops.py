@@ -12,6 +12,7 @@ __all__ = [
     "HigherOrderOp",
     "Op",
     "OpPacket",
+    "as_composed",
     "decomposition_of",
     "direct_call",
     "functional_variant",
@@ -60,6 +61,14 @@ def has_derivative(op: Op) -> bool:
 def is_composite(op: Op) -> bool:
     """Whether an aten op is composed of other ops only. If called below autograd, it is not yet decomposed."""
     return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def as_composed(op: Op, *args: Argument, **kwargs: Argument) -> Argument:
+    """Call the ops that a composite op is composed of, as autograd does."""
+    # `op.decompose` prefers Python decompositions, which some ops have for torch.compile: an interpolation by indexing.
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+    return op._op_dk(key, *args, **kwargs) if has_kernel else op.decompose(*args, **kwargs)
 
 
 def one_by_one(op: Op, *args: Argument, **kwargs: Argument) -> Argument:

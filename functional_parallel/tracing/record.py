@@ -185,9 +185,9 @@ class Recorder(Writer):
         if func._schema.name.startswith("aten::_foreach_"):
             with self:
                 return _torch.one_by_one(func, *args, **kwargs)
-        if self._is_unrolling and _torch.is_composite(func):
+        if (self._is_unrolling or torch.is_inference_mode_enabled()) and _torch.is_composite(func):
             with self:
-                return func.decompose(*args, **kwargs)
+                return _torch.as_composed(func, *args, **kwargs)
         if func is _MADE or self.zeros:
             result = _with_zeros(self, func, args, kwargs)
             if result is not NotImplemented:

@@ -24,8 +24,9 @@ def test_an_op_may_be_made_of_others() -> None:
     assert all(map(_torch.is_composite, composite))
     assert not any(map(_torch.is_composite, [aten.mm.default, aten.add.Tensor, aten.view.default]))
     with Count() as mode:
-        aten.matmul.default.decompose(torch.ones(2, 3), torch.ones(3, 2))
-    assert aten.mm.default in mode.seen
+        _torch.as_composed(aten.matmul.default, torch.ones(2, 3), torch.ones(3, 2))
+        _torch.as_composed(aten.upsample_bilinear2d.vec, torch.ones(1, 1, 2, 2), [4, 4], False, None)
+    assert [op for op in mode.seen if op is not aten.ones.default] == [aten.mm.default, aten.upsample_bilinear2d.default]
 
 
 def test_an_op_of_lists_is_made_of_one_per_tensor() -> None:
