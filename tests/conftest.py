@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -69,8 +71,25 @@ def _with_every_value(items: list[Any], count: int) -> list[Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Iterator[Any]:
-    """Restore the runtimes of meshes after each test, as a test or a doctest may choose others."""
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
+    """Seed the generators for the import of a module."""
+    _seed(collector.nodeid)
+    return (yield)
+
+
+def _seed(name: str) -> None:
+    """Seed every generator by a name, so that a test draws the same numbers alone and among others."""
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    random.seed(number)
+    torch.manual_seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Seed each test and doctest. Restore the runtimes of meshes after it, as it may choose others."""
+    _seed(item.nodeid)
     before = dict(default._chosen)
     try:
         return (yield)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import functional_parallel as fp
 from functional_parallel.errors import NotEquivalentError
@@ -232,3 +233,75 @@ def test_a_wrong_gradient_of_a_vector_is_found() -> None:
 def test_a_function_without_a_gradient_is_compared_by_value() -> None:
     step = assert_equivalent(lambda w, x: (x @ w).argmax(1), DATA, MESH, normal(4, 4), normal(8, 4))
     assert step.program.counts() == {}
+
+
+# -----------------------------------------------------------------------------
+# Functions whose gradient torch.func does not take as it is, and their precision
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_sparse_gradients_are_compared_dense(padding: int | None) -> None:
+    fn, params = fp.functional(nn.Embedding(6, 2, padding_idx=padding, sparse=True))
+    ids = torch.tensor([[1, 2], [3, 5], [0, 0], [0, 0]])
+    assert_equivalent(lambda p, i: fn(p, i).square().mean(), fp.zero(3, "data"), MESH, params, ids)
+    bag, params = fp.functional(nn.EmbeddingBag(6, 2, mode="sum", sparse=True))
+    assert_equivalent(lambda p, i: bag(p, i).square().mean(), DATA, MESH, params, ids)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_functions_are_checked(reentrant: bool) -> None:
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        parts = (checkpoint(lambda c, w: (c @ w).square().sum(), c, w, use_reentrant=reentrant) for c in x.chunk(4))
+        return torch.stack([*parts]).sum() / x.numel()
+
+    assert_equivalent(loss, DATA, MESH, normal(3, 3).double(), normal(8, 3).double())
+
+
+LIBRARY.define("nudged(Tensor x) -> Tensor")
+LIBRARY.impl("nudged", lambda x: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("drawn_arguments_tests::nudged", torch.empty_like, lib=LIBRARY)
+
+
+class Nudged(torch.autograd.Function):
+    """Its rule is wrong by 1e-9 in every sharded value."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Any:
+        return torch.ops.drawn_arguments_tests.nudged(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
+        return cotangent
+
+
+def nudge(step: Any, x: Tensor) -> Tensor:
+    return step.run(x) * (1 if step.choice is None else 1 + 1e-9)
+
+
+fp.register_rule(torch.ops.drawn_arguments_tests.nudged, "... -> ...", nudge, function=Nudged.apply)
+
+
+def test_the_tolerance_follows_the_least_precise_dtype_on_the_way() -> None:
+    """Of each result: float32 sums differ by rank count, and a float64 result beside them must not."""
+    w, x = normal(64), normal(512, 64)
+
+    def summed(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).sum().double()
+
+    assert_equivalent(summed, DATA, MESH, w, x, draw=False)
+    with pytest.raises(NotEquivalentError, match="value under"):
+        assert_equivalent(lambda w, x: Nudged.apply(x @ w).sum(), DATA, MESH, w.double(), x.double(), draw=False)
+
+    def several(w: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"precise": Nudged.apply(x @ w), "rounded": (x @ w * 1e-12).bfloat16().float()}
+
+    with pytest.raises(NotEquivalentError, match="leaf precise: .*allowed .*e-1"):
+        assert_equivalent(several, DATA, MESH, w.double(), x.double(), draw=False)
+    assert_equivalent(
+        lambda w, x: Nudged.apply((x @ w).float()).double().sum(), DATA, MESH, w.double(), x.double(), draw=False
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import optree
 import torch
 
@@ -16,19 +18,22 @@ _ROUNDINGS = 8  # a leaf of rounding errors alone sums several; one rounding was
 _NOT_A_NUMBER = "NaN on both sides, where nothing can be compared; choose arguments that have a value and a gradient"
 
 
-def compare(got: PyTree, want: PyTree, what: str, *, exact: bool = False, rtol: float | None = None) -> None:
+def compare(
+    got: PyTree, want: PyTree, what: str, *, exact: bool = False, rtol: float | Sequence[float] | None = None
+) -> None:
     """Raise an error that names the first leaf that differs, unless two trees are equal.
 
-    `rtol` is the largest |got − want| allowed, relative to the largest |want| of the leaf; by default it depends on the
-    dtype. Every leaf may differ by eight roundings of the largest leaf. A leaf may consist of rounding errors alone.
+    `rtol` is the largest |got − want| allowed, relative to the largest |want| of the leaf, for all leaves or for each;
+    by default it depends on the dtype. Every leaf may differ by eight roundings of the largest leaf. A leaf may consist of rounding errors alone.
     The gradient of keys' biases does, since they shift all scores of a query by one number.
     """
     register_dataclasses(got, want)
     if optree.tree_structure(got) != optree.tree_structure(want):
         raise NotEquivalentError(f"{what}: structures differ: {tree_paths(got)} and {tree_paths(want)}")
-    rtol, rounding = (0.0, 0.0) if exact else (rtol, _rounding(want))
-    for path, a, b in zip(tree_paths(want), optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
-        problem = _difference(a, b, rtol, rounding)
+    paths, rounding = tree_paths(want), 0.0 if exact else _rounding(want)
+    allowed = rtol if isinstance(rtol, Sequence) else [0.0 if exact else rtol] * len(paths)
+    for path, a, b, most in zip(paths, optree.tree_leaves(got), optree.tree_leaves(want), allowed, strict=True):
+        problem = _difference(a, b, most, rounding)
         if problem:
             raise NotEquivalentError(f"{what}{f', leaf {path}' if path else ''}: {problem}")
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass
 
 import optree
 import torch
+from torch import fx
 
 from sharding_specs import Mesh, tree_paths
 
+from .. import _torch
 from ..compile import Compiled, compile
 from ..errors import NotEquivalentError
 from ..functions import PyTree, grad_and_value
-from ..ir import as_real, info, is_trained
-from ..pipelines import PipelineProgram
+from ..ir import as_real, info, is_trained, operands_of, reached
 from ..program import Program
 from .compare import compare, tolerance_of
 from .drawn import drawn_arguments
@@ -57,8 +59,8 @@ def assert_equivalent(
         mesh: the mesh.
         params, batch: full arguments.
         exact: whether every bit counts. Use it for functions closed on the integers, given integers in float64.
-        rtol: largest difference allowed, relative to a leaf's largest value; by default it depends on the dtype. A
-            gradient of rounding errors alone may differ by the rounding of the largest gradient.
+        rtol: largest difference allowed, relative to a leaf's largest value; by default it depends on the least precise
+            dtype that the function computes the leaf in. A gradient of rounding errors alone may differ by the rounding of the largest gradient.
         draw: whether to check at drawn arguments as well. Turn it off if only the given ones are legal.
 
     Returns:
@@ -112,14 +114,15 @@ class _Check:
         self.step = self._compiled(args)
 
     def plain(self, args: tuple[PyTree, ...]) -> dict[str, PyTree]:
-        return self._named(self._plain(*args))
+        with _without_checkpoints():  # torch's do not work under torch.func
+            return self._named(optree.tree_map(_dense, self._plain(*args)))
 
     def compare_with(self, wanted: dict[str, PyTree], args: tuple[PyTree, ...], is_drawn: bool = False) -> None:
         found = self._named(self.step(*args))
         where = f"{self.plan!r} on {self.mesh!r}{' at drawn arguments (not with draw=False)' if is_drawn else ''}"
         for name, right in wanted.items():
             try:
-                self._compare(found[name], right, args, f"{name} under {where}", is_drawn)
+                self._compare(name, found[name], right, args, where, is_drawn)
             except NotEquivalentError as error:
                 why = self._unlike_before(wanted["value"], args)
                 why = why or first_differing_op(
@@ -131,7 +134,8 @@ class _Check:
 
     def _compiled(self, args: tuple[PyTree, ...]) -> Compiled:
         """Compile the gradient of the result, or of a weighted sum of several; the function if it has no gradient."""
-        results = self.loss(*args)
+        with _without_checkpoints():
+            results = self.loss(*args)
         has_gradient = _has_inexact(results) and _has_inexact(args[0])
         if isinstance(results, torch.Tensor) and not results.ndim and has_gradient:
             self._named = lambda returned: {"value": returned[1], "gradient": returned[0]}
@@ -149,7 +153,8 @@ class _Check:
     def _unlike_before(self, first: PyTree, args: tuple[PyTree, ...]) -> str:
         """Describe a function that returns other values when it is called again; empty if it does not."""
         paths = tree_paths(first)
-        again = self.loss(*args)
+        with _without_checkpoints():
+            again = self.loss(*args)
         for path, a, b in zip(paths, optree.tree_leaves(first), optree.tree_leaves(again), strict=True):
             if isinstance(a, torch.Tensor) and not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
                 at = tuple(int(i) for i in (a != b).nonzero()[0])
@@ -160,13 +165,27 @@ class _Check:
                 )
         return ""
 
-    def _compare(self, found: PyTree, wanted: PyTree, args: tuple[PyTree, ...], what: str, is_drawn: bool) -> None:
+    def _compare(
+        self, name: str, found: PyTree, wanted: PyTree, args: tuple[PyTree, ...], where: str, is_drawn: bool
+    ) -> None:
+        what = f"{name} under {where}"
         try:
             compare(found, wanted, what, exact=self.exact, rtol=self.rtol)
         except NotEquivalentError:
-            if self.exact or self.rtol is not None or not is_drawn:
+            if self.exact or self.rtol is not None:
                 raise
-            compare(found, wanted, what, rtol=tolerance_of(_narrowest(self.step.program, self.loss, args)))
+            compare(found, wanted, what, rtol=self._tolerances(name, wanted, args, is_drawn))
+
+    def _tolerances(self, name: str, wanted: PyTree, args: tuple[PyTree, ...], is_drawn: bool) -> list[float]:
+        """Return the tolerance of each leaf, by the least precise dtype on the way to it."""
+        traced, leaves = traced_leaves(self.loss, args), optree.tree_leaves(wanted)
+        program = self.step.program if is_drawn else None  # drawn arguments are more precise than a plan may want
+        planned = _types(program.traced.nodes) - _types(traced.nodes) if isinstance(program, Program) else set()
+        outputs = [[output] if isinstance(output, fx.Node) else [] for output in traced.outputs]
+        if name == "gradient":  # which depends on every result
+            outputs = [[output for each in outputs for output in each]] * len(leaves)
+        before = (_types(reached(each, operands_of)) for each in outputs)
+        return [tolerance_of(_narrowest(types | planned, leaf)) for types, leaf in zip(before, leaves, strict=True)]
 
 
 def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyTree]:
@@ -190,14 +209,26 @@ def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyT
     return weighted
 
 
-def _narrowest(
-    program: Program | PipelineProgram | None, loss: Callable[..., PyTree], args: tuple[PyTree, ...]
-) -> torch.dtype:
-    """Return the least precise floating-point dtype that the function or its program computes in."""
-    nodes = [*traced_leaves(loss, args).nodes, *(program.traced.nodes if isinstance(program, Program) else ())]
-    avals = [aval for node in nodes for aval in optree.tree_leaves(info(node).val)]
-    types = {aval.dtype for aval in avals if aval.dtype.is_floating_point}
-    return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+def _types(nodes: Iterable[fx.Node]) -> set[torch.dtype]:
+    """Return the floating-point dtypes of values."""
+    avals = (aval for node in nodes for aval in optree.tree_leaves(info(node).val))
+    return {aval.dtype for aval in avals if aval.dtype.is_floating_point}
+
+
+def _narrowest(types: set[torch.dtype], leaf: PyTree) -> torch.dtype:
+    """Return the least precise dtype of some and of a leaf."""
+    own = {leaf.dtype} if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point else set()
+    return max(types | own, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def _dense(leaf: PyTree) -> PyTree:
+    """Return a gradient without sparse layout, which torch gives that of a sparse embedding."""
+    return leaf.to_dense() if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided else leaf
+
+
+def _without_checkpoints() -> AbstractContextManager[None]:
+    """Context in which checkpointed functions are called directly, as in a trace."""
+    return _torch.checkpointing(lambda name: nullcontext())
 
 
 def _has_inexact(tree: PyTree) -> bool:

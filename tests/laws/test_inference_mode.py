@@ -30,7 +30,17 @@ TEACHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross entropy of images": lambda x, w: functional.cross_entropy(x, x.argmax(1), label_smoothing=0.1),
     "attention": lambda x, w: functional.scaled_dot_product_attention(x, x @ w, x, is_causal=True),
     "heads": lambda x, w: functional.multi_head_attention_forward(
-        *[x[:, 0]] * 3, 8, 2, HEADS.in_proj_weight.detach(), HEADS.in_proj_bias.detach(), None, None, False, 0.0, w, w[0]
+        *[x[:, 0]] * 3,
+        8,
+        2,
+        HEADS.in_proj_weight.detach(),
+        HEADS.in_proj_bias.detach(),
+        None,
+        None,
+        False,
+        0.0,
+        w,
+        w[0],
     )[0],
     "embedding": lambda x, w: functional.embedding(x.argmax(-1), w),
     "pooling": lambda x, w: functional.adaptive_avg_pool2d(functional.max_pool2d(x, 2), 2),

@@ -26,7 +26,10 @@ def test_an_op_may_be_made_of_others() -> None:
     with Count() as mode:
         _torch.as_composed(aten.matmul.default, torch.ones(2, 3), torch.ones(3, 2))
         _torch.as_composed(aten.upsample_bilinear2d.vec, torch.ones(1, 1, 2, 2), [4, 4], False, None)
-    assert [op for op in mode.seen if op is not aten.ones.default] == [aten.mm.default, aten.upsample_bilinear2d.default]
+    assert [op for op in mode.seen if op is not aten.ones.default] == [
+        aten.mm.default,
+        aten.upsample_bilinear2d.default,
+    ]
 
 
 def test_an_op_of_lists_is_made_of_one_per_tensor() -> None:
