@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..errors import LaunchError
 
 _DEFAULT_PORT = 29500  # of torch's launchers
+_LAST_PORT = 65_535
 _PORTS = range(10_000, 30_000)  # below those that systems give to outgoing connections
 
 
@@ -111,6 +112,10 @@ def _read(names: _Names) -> Launch | None:
     if names is _SRUN and os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ:
         return None  # the batch script, which runs once, whatever the number of tasks
     local_size, port = _number(names.local_size), _number(("MASTER_PORT",))
+    for which, below in ((names.rank, names.size), (names.local_rank, names.size), (names.local_rank, _local(names))):
+        _require_below(which, below)
+    if port is not None and port > _LAST_PORT:
+        raise LaunchError(f"MASTER_PORT={port}: ports are numbers up to {_LAST_PORT}")
     on_one_host = "127.0.0.1" if local_size == size else ""
     read = (*names[1:], ("MASTER_ADDR", "MASTER_PORT"))
     return Launch(
@@ -134,6 +139,22 @@ def _number(names: tuple[str, ...]) -> int | None:
     if text and not text.isdecimal():
         raise LaunchError(f"{' or '.join(names)} is {text!r}; a launcher sets it to a number")
     return int(text) if text else None
+
+
+def _local(names: _Names) -> tuple[str, ...]:
+    return names.local_size or (("LOCAL_WORLD_SIZE",) if names is _TORCH else ())
+
+
+def _require_below(which: tuple[str, ...], below: tuple[str, ...]) -> None:
+    """Refuse a rank that its group does not have: the others would wait for the missing one."""
+    number, size = _number(which), _number(below)
+    if number is not None and size is not None and number >= size:
+        first, second = (next(name for name in names if os.environ.get(name)) for names in (which, below))
+        ranks = f"ranks are 0 … {size - 1}" if size else "there is no rank"
+        raise LaunchError(
+            f"{first}={number}, but {second}={size}, so {ranks}: start each process with its own number, counted from "
+            f"0, and with {second} as the number of processes"
+        )
 
 
 def _first_host(hosts: str) -> str:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -279,6 +280,41 @@ def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, RANK="first", WORLD_SIZE=2)
     with pytest.raises(fp.LaunchError, match="RANK is 'first'; a launcher sets it to a number"):
         fp.rank()
+
+
+BEYOND = [
+    ({"RANK": 2, "WORLD_SIZE": 2}, r"RANK=2, but WORLD_SIZE=2, so ranks are 0 … 1"),
+    ({"RANK": 0, "WORLD_SIZE": 0}, r"RANK=0, but WORLD_SIZE=0, so there is no rank"),
+    ({"RANK": -1, "WORLD_SIZE": 2}, r"RANK is '-1'; a launcher sets it to a number"),
+    ({"RANK": "1.0", "WORLD_SIZE": 2}, r"RANK is '1.0'"),
+    ({"RANK": 0, "WORLD_SIZE": "two"}, r"WORLD_SIZE is 'two'"),
+    ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 2}, r"LOCAL_RANK=2, but WORLD_SIZE=2"),
+    ({"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 2}, r"LOCAL_RANK=2, but LOCAL_WORLD_SIZE=2"),
+    ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": "x"}, r"LOCAL_RANK is 'x'"),
+    ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": 70_000}, r"MASTER_PORT=70000: ports are numbers up to 65535"),
+    ({"OMPI_COMM_WORLD_RANK": 4, "OMPI_COMM_WORLD_SIZE": 4}, r"OMPI_COMM_WORLD_RANK=4, but OMPI_COMM_WORLD_SIZE=4"),
+    ({"PMI_RANK": 9, "PMI_SIZE": 2}, r"PMI_RANK=9, but PMI_SIZE=2"),
+    (
+        {"PMI_RANK": 0, "PMI_SIZE": 2, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 1},
+        r"MPI_LOCALRANKID=1, but MPI_LOCALNRANKS=1",
+    ),
+    ({"SLURM_PROCID": 2, "SLURM_NTASKS": 2}, r"SLURM_PROCID=2, but SLURM_NTASKS=2"),
+    ({"SLURM_PROCID": 1, "SLURM_NTASKS": 2, "SLURM_LOCALID": 5}, r"SLURM_LOCALID=5, but SLURM_NTASKS=2"),
+]
+
+
+@pytest.mark.parametrize("variables, message", BEYOND, ids=[str(each) for each, _ in BEYOND])
+def test_a_rank_that_its_group_lacks_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variables: dict[str, object], message: str
+) -> None:
+    given(monkeypatch, **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | variables)
+    started_at = time.monotonic()
+    for call in (fp.rank, fp.world_size, lambda: default_runtime(Mesh(never_used=2)), lambda: fp.launch(total, 2)):
+        with pytest.raises(fp.LaunchError, match=message):
+            call()
+    assert time.monotonic() - started_at < 5
+    assert main(["doctor"]) == 0
+    assert "launcher  refused: " in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------

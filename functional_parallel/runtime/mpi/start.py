@@ -54,7 +54,7 @@ def start_mpi(name: str) -> str:
     address = world.bcast(_address(here.size == world.size) if world.rank == 0 else None)
     here.Free()
     for variable, number in place.items():
-        if int(os.environ.setdefault(variable, str(number))) != number and variable != "LOCAL_RANK":
+        if os.environ.setdefault(variable, str(number)) != str(number) and variable != "LOCAL_RANK":
             raise ValueError(
                 f"{variable}={os.environ[variable]}, but MPI has {number} ({BACKEND_VARIABLE}={name!r}): remove "
                 f"{variable} from the environment"
