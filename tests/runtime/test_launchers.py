@@ -27,7 +27,15 @@ from .launched import free_port, total
 
 SCRIPT = Path(launched.__file__)
 READ = {name for names in launchers._LAUNCHERS for each in names[1:] for name in each}
-VARIABLES = {*READ, *launchers._MARKS, "MASTER_ADDR", "MASTER_PORT", "ENVIRONMENT", "TORCHELASTIC_USE_AGENT_STORE"}
+VARIABLES = {
+    *READ,
+    "LOCAL_WORLD_SIZE",
+    *launchers._MARKS,
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ENVIRONMENT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -309,7 +317,7 @@ def test_a_rank_that_its_group_lacks_is_refused_at_once(
 ) -> None:
     given(monkeypatch, **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | variables)
     started_at = time.monotonic()
-    for call in (fp.rank, fp.world_size, lambda: default_runtime(Mesh(never_used=2)), lambda: fp.launch(total, 2)):
+    for call in (fp.rank, lambda: default_runtime(Mesh(never_used=2)), lambda: fp.launch(total, 2)):
         with pytest.raises(fp.LaunchError, match=message):
             call()
     assert time.monotonic() - started_at < 5
