@@ -219,7 +219,8 @@ def _whose_zeros_it_keeps(node: fx.Node) -> list[fx.Node]:
     """Return the operands that make the result zeros if any one of them is zeros."""
     if node.target in _PRODUCTS:
         return [each for each in node.args[:2] if isinstance(each, fx.Node)]
-    return [node.args[0]] if node.target in _KEEPS_ZEROS or primitive_name(node) == "pcast" else []
+    keeps = node.target in _KEEPS_ZEROS or primitive_name(node) == "pcast"
+    return [each for each in node.args[:1] if isinstance(each, fx.Node)] if keeps else []
 
 
 def _where(node: fx.Node) -> str:

@@ -50,10 +50,9 @@ _FILLED_LIKE: dict[Target, float] = {aten.ones_like.default: 1, aten.zeros_like.
 def forget_values(traced: Traced) -> Traced:
     """Rewrite `ones_like(x)` and `zeros_like(x)` as `full`, in place, because they do not need the value of x."""
     # A gradient starts with ones like the loss. Without this pass, the loss and its psum would be computed only for the
-    # shape. Numbers that torch's vmap turns into tensors, with `_to_copy` of a number, are rewritten the same way.
+    # shape.
     for node in traced.nodes:
-        is_number = node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node)
-        filling = node.args[0] if is_number else _FILLED_LIKE.get(node.target)
+        filling = _FILLED_LIKE.get(node.target)
         if filling is not None:
             aval = info(node).aval
             node.args = (list(aval.shape), filling)

@@ -204,6 +204,8 @@ class Recorder(Writer):
         result = func(*args, **kwargs)
         if func is aten.detach.default and _torch.is_above_autograd():
             func = aten.alias.default
+        if func is aten._to_copy.default and not isinstance(args[0], torch.Tensor):  # a number that vmap makes a tensor
+            func, args, kwargs = aten.full.default, ([], args[0]), {"dtype": result.dtype, "device": result.device}
         if _has_tensor(result):
             self.write(func, args, kwargs, result)
         return result

@@ -7,7 +7,7 @@ from typing import Any
 
 import optree
 
-from sharding_specs import P, broadcast_specs
+from sharding_specs import P, SpecError, as_spec, broadcast_specs
 
 from ..collectives import MICROBATCH, snapshot
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, as_local_function, explain_keywords
@@ -72,7 +72,18 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         cut = _as_data_axes_cut(inner.layout, args) if batch is None else None
-        return (P(), *(batch_arg_specs(args, batch, P(MICROBATCH)) if cut is None else cut))
+        found = batch_arg_specs(args, batch, P(MICROBATCH)) if cut is None else cut
+        if (
+            batch is not None
+            and found
+            and not any(MICROBATCH in as_spec(each).named_axes for each in optree.tree_leaves(found))
+        ):
+            raise SpecError(
+                f"{describe}, batch={batch!r}: no argument is cut into microbatches. These specs are over the axis "
+                f"{MICROBATCH!r}: write P({MICROBATCH!r}) to cut dim 0, or leave batch= out to cut the dims that data "
+                "axes split"
+            )
+        return (P(), *found)
 
     local = Partitioning(describe, MICROBATCH, in_specs).apply(f)
 

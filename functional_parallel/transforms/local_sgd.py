@@ -10,7 +10,16 @@ import optree
 
 from sharding_specs import P
 
-from ..functions import LocalFunction, PyTree, SpecTree, as_local_function, explain_keywords, layout_of, refuse_idle_states, specs_per_leaf
+from ..functions import (
+    LocalFunction,
+    PyTree,
+    SpecTree,
+    as_local_function,
+    explain_keywords,
+    layout_of,
+    refuse_idle_states,
+    specs_per_leaf,
+)
 from ..optim import Optimizer, is_known_elementwise, sgd
 from ..partition import Partitioning
 from ..quantities import is_positive_int

@@ -53,3 +53,20 @@ def test_what_has_an_effect_is_taken() -> None:
     assert body(PARAMS["w"], X).eq(2).all()
     plan = fp.tensor_parallel("a", {"w": P(None, "a", unreduced={"b"})})  # other axes are ignored
     fp.compile(plan(loss), Mesh(a=2, b=2))(PARAMS, X)
+
+
+BATCHES = [P("pipe"), (P("pipe"),), P("data"), P(), (P(), P())]
+MICROBATCHED = {
+    "pipeline": (fp.pipeline, Mesh(pipe=2)),
+    "accumulate": (lambda axis, microbatches, batch: fp.accumulate(microbatches, batch=batch), Mesh(pipe=2)),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=repr)
+@pytest.mark.parametrize("name", MICROBATCHED)
+def test_specs_that_cut_nothing_into_microbatches_are_refused(name: str, batch: Any) -> None:
+    make, mesh = MICROBATCHED[name]
+    args = (X, X) if isinstance(batch, tuple) and len(batch) == 2 else (X,)
+    plan = make("pipe", microbatches=2, batch=batch)
+    with pytest.raises(SpecError, match=rf"{name}.*no argument is cut into microbatches.*write P\('microbatch'\)"):
+        fp.compile(fp.grad(plan(lambda params, *x: loss(params, x[0]))), mesh)(PARAMS, *args)

@@ -25,14 +25,19 @@ aten = torch.ops.aten
 def _sum_text(node: fx.Node) -> str:
     if len(tensor_operands(node)) == 2:
         return linear_text("&&")(node)
-    is_same = node.args[1] == 0 and info(node.args[0]).aval.dtype == info(node).aval.dtype
+    is_same = (
+        node.args[1] == 0
+        and isinstance(node.args[0], fx.Node)
+        and info(node.args[0]).aval.dtype == info(node).aval.dtype
+    )
     return "~... -> ..." if is_same else pointwise_text(node)
 
 
 def _decide_sum(step: OpContext) -> OpSharding | None:
     """Keep partial sums that only this op reads, when it adds a number."""
     x = step.operands[0]
-    keeps = len(step.operands) == 1 and x.place == PARTIAL and x.is_read_once and x.aval == step.result()
+    keeps = isinstance(step.node.args[0], fx.Node) and len(step.operands) == 1 and x.aval == step.result()
+    keeps = keeps and x.place == PARTIAL and x.is_read_once
     return OpSharding((PARTIAL,), (PARTIAL,)) if keeps else None
 
 
