@@ -300,7 +300,7 @@ def test_the_tolerance_follows_the_least_precise_dtype_on_the_way() -> None:
     def several(w: Tensor, x: Tensor) -> dict[str, Tensor]:
         return {"precise": Nudged.apply(x @ w), "rounded": (x @ w * 1e-12).bfloat16().float()}
 
-    with pytest.raises(NotEquivalentError, match="leaf precise: .*allowed .*e-1"):
+    with pytest.raises(NotEquivalentError, match=r"leaf precise: .*allowed .*e-1"):
         assert_equivalent(several, DATA, MESH, w.double(), x.double(), draw=False)
     assert_equivalent(
         lambda w, x: Nudged.apply((x @ w).float()).double().sum(), DATA, MESH, w.double(), x.double(), draw=False

@@ -41,8 +41,8 @@ def warn_of_equal_copies(traced: Traced, sizes: Mapping[str, int]) -> None:
             warn_at(
                 source,
                 f"{source}: {name} over axis {axis!r} of a value that is equal on all ranks by construction: "
-                f"{_FIXES[name].format(axis=axis)}. A Varying value is equal on all ranks after fp.pvary or fp.all_gather; "
-                f"with fp.all_gather(x, {axis!r}, to='invariant') its type says so",
+                f"{_FIXES[name].format(axis=axis)}. fp.pvary and fp.all_gather return such values; the type of "
+                f"fp.all_gather(x, {axis!r}, to='invariant') tells that it is equal",
                 EqualCopiesWarning,
             )
 

@@ -33,8 +33,8 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
             to an axis of the mesh.
 
     Raises:
-        SpecError: when the spec does not fit the value, or has more than dims. In a plan, also when the spec names an axis of the mesh with
-            several ranks that no transform of the plan splits.
+        SpecError: when the spec does not fit the value, or has more than dims. In a plan, also when the spec names an
+            axis of the mesh with several ranks that no transform of the plan splits.
     """
     spec = as_spec(spec)
     if spec.named_axes != spec.axes or spec.padded:

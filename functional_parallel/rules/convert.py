@@ -13,7 +13,7 @@ Reduced means replicated with an unreduced gradient. Varying operand means a rep
 | sharded → sharded on another dim | `all_to_all` | all_to_all |
 | partial sums → replicated | `psum` | pvary |
 | partial sums → sharded | `psum_scatter` | all_gather |
-| replicated → partial sums | none: the value on one rank, zeros on the others | the gradient of that rank; constants only |
+| constant → partial sums | none: the value on one rank, zeros on the others | |
 | owned → varying operand | `broadcast` | reduce |
 | owned → replicated | `broadcast`, for an op that casts by itself | reduce of the owner's gradient |
 | owned → sharded | `scatter` | gather |

@@ -167,7 +167,7 @@ def _without_choice(rule: RuleText, operands: Sequence[OperandInfo], results: in
 
 def _are_summands(together: Sequence[OperandInfo]) -> bool:
     """Whether operands are partial sums, or zeros or constants beside partial sums. One rank adds a constant."""
-    # Another op that reads the partial sums may need them complete. Adding the constant before would cost a second psum.
+    # Another op that reads the partial sums may need them complete. The sum with the constant is then a second psum.
     sums = [operand for operand in together if isinstance(operand.place, Partial)]
     rest = [operand for operand in together if not isinstance(operand.place, Partial) and not operand.is_zero]
     largest = max((operand.aval.numel for operand in sums), default=0)

@@ -52,8 +52,8 @@ class Rule:
         parsed, operands, results = parse_rule(text), len(tensor_operands(node)), results_of(node)
         if len(parsed.operands) != operands or len(parsed.results) != results:
             raise RuleError(
-                f"the rule {text!r} of {where(node)} has {len(parsed.operands)} patterns for {operands} tensor operands "
-                f"and {len(parsed.results)} for {results} results; write one for each"
+                f"the rule {text!r} of {where(node)} has {len(parsed.operands)} patterns for {operands} tensor "
+                f"operands and {len(parsed.results)} for {results} results; write one for each"
             )
         return parsed
 

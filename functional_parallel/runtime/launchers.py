@@ -11,7 +11,6 @@ from typing import NamedTuple
 from ..errors import LaunchError
 
 _DEFAULT_PORT = 29500  # of torch's launchers
-_LAST_PORT = 65_535
 _PORTS = range(10_000, 30_000)  # below those that systems give to outgoing connections
 
 
@@ -114,8 +113,6 @@ def _read(names: _Names) -> Launch | None:
     local_size, port = _number(names.local_size), _number(("MASTER_PORT",))
     for which, below in ((names.rank, names.size), (names.local_rank, names.size), (names.local_rank, _local(names))):
         _require_below(which, below)
-    if port is not None and port > _LAST_PORT:
-        raise LaunchError(f"MASTER_PORT={port}: ports are numbers up to {_LAST_PORT}")
     on_one_host = "127.0.0.1" if local_size == size else ""
     read = (*names[1:], ("MASTER_ADDR", "MASTER_PORT"))
     return Launch(

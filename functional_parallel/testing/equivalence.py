@@ -17,7 +17,7 @@ from .. import _torch
 from ..compile import Compiled, compile
 from ..errors import NotEquivalentError
 from ..functions import PyTree, grad_and_value
-from ..ir import as_real, info, is_trained, operands_of, reached
+from ..ir import Aval, as_real, info, is_trained, operands_of, reached
 from ..program import Program
 from .compare import compare, tolerance_of
 from .drawn import drawn_arguments
@@ -60,7 +60,8 @@ def assert_equivalent(
         params, batch: full arguments.
         exact: whether every bit counts. Use it for functions closed on the integers, given integers in float64.
         rtol: largest difference allowed, relative to a leaf's largest value; by default it depends on the least precise
-            dtype that the function computes the leaf in. A gradient of rounding errors alone may differ by the rounding of the largest gradient.
+            dtype that the function computes the leaf in. A gradient of rounding errors alone may differ by the rounding
+            of the largest gradient.
         draw: whether to check at drawn arguments as well. Turn it off if only the given ones are legal.
 
     Returns:
@@ -180,12 +181,12 @@ class _Check:
         """Return the tolerance of each leaf, by the least precise dtype on the way to it."""
         traced, leaves = traced_leaves(self.loss, args), optree.tree_leaves(wanted)
         program = self.step.program if is_drawn else None  # drawn arguments are more precise than a plan may want
-        planned = _types(program.traced.nodes) - _types(traced.nodes) if isinstance(program, Program) else set()
-        outputs = [[output] if isinstance(output, fx.Node) else [] for output in traced.outputs]
+        planned = program.traced.nodes if isinstance(program, Program) else []
+        ways = [[output] if isinstance(output, fx.Node) else [] for output in traced.outputs]
         if name == "gradient":  # which depends on every result
-            outputs = [[output for each in outputs for output in each]] * len(leaves)
-        before = (_types(reached(each, operands_of)) for each in outputs)
-        return [tolerance_of(_narrowest(types | planned, leaf)) for types, leaf in zip(before, leaves, strict=True)]
+            ways = [[output for each in ways for output in each]] * len(leaves)
+        reaching = ([*reached(way, operands_of), *planned] for way in ways)
+        return [tolerance_of(_narrowest(nodes, leaf)) for nodes, leaf in zip(reaching, leaves, strict=True)]
 
 
 def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyTree]:
@@ -209,16 +210,12 @@ def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyT
     return weighted
 
 
-def _types(nodes: Iterable[fx.Node]) -> set[torch.dtype]:
-    """Return the floating-point dtypes of values."""
-    avals = (aval for node in nodes for aval in optree.tree_leaves(info(node).val))
-    return {aval.dtype for aval in avals if aval.dtype.is_floating_point}
-
-
-def _narrowest(types: set[torch.dtype], leaf: PyTree) -> torch.dtype:
-    """Return the least precise dtype of some and of a leaf."""
-    own = {leaf.dtype} if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point else set()
-    return max(types | own, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+def _narrowest(nodes: Iterable[fx.Node], leaf: PyTree) -> torch.dtype:
+    """Return the least precise floating-point dtype of values and of a result."""
+    avals = [aval for node in nodes for aval in optree.tree_leaves(info(node).val)]
+    types = {each.dtype for each in (*avals, leaf) if isinstance(each, (Aval, torch.Tensor))}
+    floating = (dtype for dtype in types if dtype.is_floating_point)
+    return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 def _dense(leaf: PyTree) -> PyTree:

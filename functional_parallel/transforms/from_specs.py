@@ -48,7 +48,7 @@ def from_specs(
         microbatches: the number of microbatches of the pipeline; by default twice the number of its ranks.
 
     Raises:
-        SpecError: if specs name an axis that the mesh does not have, or states in place of dims.
+        SpecError: if specs name an axis that the mesh does not have.
     """
     axes = _axes(specs)
     named = {axis for _, axis in axes}
@@ -72,11 +72,4 @@ def _axes(specs: Rules) -> list[tuple[str, str]]:
     """Return pairs of a path (or the pattern of a rule) and an axis that its spec names."""
     pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
     by_path = specs if pairs else zip(tree_paths(specs), optree.tree_leaves(specs), strict=True)
-    found = [(path, as_spec(spec)) for path, spec in by_path]
-    odd = [f"  {path or 'all'}: {spec!r}" for path, spec in found if spec.named_axes != spec.axes]
-    if odd:
-        raise SpecError(
-            "from_specs takes the axes that split dims; unreduced=, reduced= and owner= have no effect there, leave them "
-            "out:\n" + "\n".join(odd)
-        )
-    return [(path, axis) for path, spec in found for axis in sorted(spec.axes)]
+    return [(path, axis) for path, spec in by_path for axis in sorted(as_spec(spec).named_axes)]

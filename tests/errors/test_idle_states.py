@@ -21,7 +21,7 @@ PLANS = {
     "pipeline": (lambda spec: fp.pipeline("a", {"w": spec("a")}, microbatches=2), "0/w: P"),
     "accumulate": (lambda spec: fp.accumulate(2, batch=spec("microbatch")), "1: P"),
     "local_sgd": (lambda spec: fp.local_sgd("a", inner=2, batch=spec("a")), "0: P"),
-    "from_specs": (lambda spec: fp.from_specs({"w": spec("a")}, Mesh(a=2)), "w: P"),
+    "tensor_parallel, from_specs": (lambda spec: fp.from_specs({"w": spec("a")}, Mesh(a=2)), "0/w: P"),
 }
 
 

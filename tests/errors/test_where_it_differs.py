@@ -76,7 +76,7 @@ def test_a_mean_of_one_value_is_refused_as_a_mean(state: str) -> None:
 
 
 def test_a_mean_of_one_value_is_refused_under_vmap() -> None:
-    with pytest.raises(fp.CollectiveTypeError, match="pmean over axis 'i'.*drop the pmean"):
+    with pytest.raises(fp.CollectiveTypeError, match=r"pmean over axis 'i'.*drop the pmean"):
         fp.vmap(lambda x: fp.pmean(torch.ones(2), "i") + x, axis_name="i")(torch.ones(2, 2))
 
 

@@ -1,4 +1,4 @@
-"""What a loss computes under torch.inference_mode(), such as a teacher's output, is sharded as under torch.no_grad()."""
+"""What a loss computes under torch.inference_mode(), as a teacher's output, is sharded as under torch.no_grad()."""
 
 from __future__ import annotations
 

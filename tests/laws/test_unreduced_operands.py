@@ -1,4 +1,4 @@
-"""Every op of torch on partial sums in a body on shards: refused, or the sum of its results is its result of the sum."""
+"""Every op of torch on partial sums in a body: refused, or the sum of its results is its result of the sum."""
 
 from __future__ import annotations
 

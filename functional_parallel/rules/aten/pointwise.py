@@ -25,12 +25,9 @@ aten = torch.ops.aten
 def _sum_text(node: fx.Node) -> str:
     if len(tensor_operands(node)) == 2:
         return linear_text("&&")(node)
-    is_same = (
-        node.args[1] == 0
-        and isinstance(node.args[0], fx.Node)
-        and info(node.args[0]).aval.dtype == info(node).aval.dtype
-    )
-    return "~... -> ..." if is_same else pointwise_text(node)
+    (x,) = tensor_operands(node)
+    adds_zero = node.args[1] == 0 and info(x).aval.dtype == info(node).aval.dtype
+    return "~... -> ..." if adds_zero else pointwise_text(node)
 
 
 def _decide_sum(step: OpContext) -> OpSharding | None:
