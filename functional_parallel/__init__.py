@@ -56,6 +56,7 @@ from .errors import (
 )
 from .functions import functional, grad, grad_and_value, hessian, jvp, vmap
 from .interop import PreparedStep, deepspeed, prepare
+from .ir import abstract
 from .ops import constrain, outputs
 from .ops import keyed_draws as _keyed_draws  # its import registers them
 from .partition import partition
@@ -118,6 +119,7 @@ __all__ = [
     "TypingError",
     "UnboundAxisError",
     "UnevenBatchError",
+    "abstract",
     "accumulate",
     "activation_bytes",
     "all_gather",

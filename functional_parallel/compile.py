@@ -20,7 +20,7 @@ from .lowering import Lowered, Options, call_shard_map, lower
 from .passes import pass_names
 from .pipelines import PipelineProgram, Stacks, stacks_of
 from .program import Explanation, PassTable, Program
-from .runtime import check_backend, refuse_asynchronous, runtime_of
+from .runtime import check_backend, moved_to, refuse_asynchronous, runtime_of
 from .tracing import ProgramCache, disable_ambient_modes, recorder
 
 
@@ -160,10 +160,11 @@ class Compiled:
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         if recorder() is not None:
             return self._inside(self._by_place(args, named))
-        lowered, tensors = self._lower(self._by_place(args, named))
+        runtime = runtime_of(self.mesh, self.f)
+        lowered, tensors = self._lower(self._by_place(args, named), runtime.device)
         lowered.require_layouts(tensors)
         with disable_ambient_modes():
-            result = lowered.unflatten(runtime_of(self.mesh, self.f).run_whole(lowered.program, tensors))
+            result = lowered.unflatten(runtime.run_whole(lowered.program, tensors))
         return result if self._stacks is None else self._stacks.restack_all(result)
 
     def _inside(self, args: tuple[PyTree, ...]) -> PyTree:
@@ -206,11 +207,14 @@ class Compiled:
         register_dataclasses(args, named)
         return bind_positional(layout_of(self.f).signature, self.name, args, named) if named else args
 
-    def _lower(self, args: tuple[PyTree, ...]) -> tuple[Lowered, list[torch.Tensor]]:
+    def _lower(
+        self, args: tuple[PyTree, ...], device: torch.device | None = None
+    ) -> tuple[Lowered, list[torch.Tensor]]:
         if self._stacks is not None:
             args = (self._stacks.unstack(args[0]), *args[1:])
+        tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        args = moved_to(device, args)
         leaves, tree = optree.tree_flatten(args)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key = (tree, tuple(leaf_signature(leaf, exact=True) for leaf in leaves))
         make = functools.partial(lower, self.f, self.mesh, args, self._specs, name=self.name, options=self.options)
         lowered = self._lowered.get(key, make)

@@ -34,7 +34,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def key(seed: int) -> torch.Tensor:
-    """Return a key for a seed, as an int64 scalar.
+    """Return a key for a seed, as an int64 scalar in main memory. A draw copies it to its device.
 
     >>> import functional_parallel as fp
     >>> fp.random.key(3).shape
@@ -43,7 +43,7 @@ def key(seed: int) -> torch.Tensor:
     Args:
         seed: any signed 64-bit integer.
     """
-    return _mix(torch.tensor(seed, dtype=torch.int64) + _GOLDEN)
+    return _mix(torch.tensor(seed, dtype=torch.int64, device="cpu") + _GOLDEN)
 
 
 def fold_in(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if key.ndim:
         raise ValueError(f"a draw takes one key, a scalar, not {tuple(key.shape)}: map over keys by torch.func.vmap")
-    drawn: torch.Tensor = OP(like.detach(), key, list(like.shape), [], [])
+    drawn: torch.Tensor = OP(like.detach(), key.to(like.device), list(like.shape), [], [])
     return drawn
 
 
@@ -234,10 +234,10 @@ def _uniform(
                 length = parts.whole(length)
         position = position + (index * stride).reshape([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= shape[dim]
-    bits = _mix(_mix(position * _GOLDEN + key.reshape(*key.shape, *[1] * len(shape))))
+    bits = _mix(_mix(position * _GOLDEN + key.reshape([*key.shape, *[1] * len(shape)])))
     digits = 53 if like.dtype == torch.float64 else 24 if like.dtype == torch.float32 else 8
     whole = (bits >> (64 - digits)) & ((1 << digits) - 1)
-    return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand(*key.shape, *like.shape)
+    return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand([*key.shape, *like.shape])
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

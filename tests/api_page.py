@@ -88,6 +88,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "PreparedStep",
         "TrainState",
         "Metrics",
+        "abstract",
         "launch",
         "rank",
         "is_main_rank",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import queue
 import socket
 import time
@@ -57,11 +58,10 @@ def run_on_processes(
     """
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
+    work = pickle.dumps((fn, args))  # a rank loads the module of `fn`, with its tensors, when its device is chosen
     launched = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     workers = [
-        context.Process(
-            target=_worker, args=(fn, rank, {**os.environ, **launched}, args, results, timeout), daemon=True
-        )
+        context.Process(target=_worker, args=(work, rank, {**os.environ, **launched}, results, timeout), daemon=True)
         for rank in range(world_size)
     ]
     servers = [_server(rank) for rank in range(world_size)]
@@ -113,13 +113,12 @@ def _dead(died: dict[int, int], done: dict[int, Any], allowed: bool) -> dict[int
     return silent
 
 
-def _worker(
-    fn: Callable[..., Any], rank: int, environment: dict[str, str], args: Any, results: Any, timeout: float
-) -> None:
+def _worker(work: bytes, rank: int, environment: dict[str, str], results: Any, timeout: float) -> None:
     os.environ.clear()  # of the process that this one was forked from, which began before the test
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     use_device(rank)
     try:
+        fn, args = pickle.loads(work)
         connect(timeout)
         payload = io.BytesIO()
         torch.save(fn(rank, *args), payload)  # as bytes: shared-memory tensors would die with this process

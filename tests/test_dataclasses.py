@@ -199,7 +199,7 @@ def test_paths_and_messages_name_fields() -> None:
     step = fp.compile(fp.tensor_parallel("tensor", [("w1.w", P("tensor")), ("*", P())])(loss), Mesh(tensor=3))
     with pytest.raises(ValueError, match=r"w1/w"):
         step(params, batch)
-    array = type(batch)(batch.x.numpy(), batch.y)
+    array = type(batch)(batch.x.cpu().numpy(), batch.y)
     with pytest.raises(TypeError, match=r"1/x: an array, numpy\.ndarray"):
         fp.compile(fp.data_parallel("data")(loss), Mesh(data=2))(params, array)
     train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh())

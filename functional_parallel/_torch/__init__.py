@@ -8,7 +8,6 @@ from .checkpointing import checkpointing
 from .fakes import (
     DATA_DEPENDENT_ERRORS,
     FakeTensor,
-    FakeTensorMode,
     StorageWeakRef,
     forget_fakes,
     forget_names,
@@ -36,6 +35,7 @@ from .ops import (
     under_transforms,
 )
 from .optimizers import has_step_hooks
+from .stand_in import FakeTensorMode, device_for_trace, is_missing, wished_device
 from .threads import Replacement, of_thread, pushed
 from .transforms import (
     TorchDispatchMode,
@@ -76,6 +76,7 @@ __all__ = [
     "counting_levels",
     "decomposition_of",
     "default_generator",
+    "device_for_trace",
     "differentiating_level",
     "direct_call",
     "disable_functorch",
@@ -97,6 +98,7 @@ __all__ = [
     "is_composite",
     "is_functorch_wrapped",
     "is_inside_transform",
+    "is_missing",
     "mapped_dims",
     "needs_higher_derivatives",
     "next_node_number",
@@ -112,5 +114,6 @@ __all__ = [
     "under_transforms",
     "unlogged_fakes",
     "unwrap",
+    "wished_device",
     "without_constant",
 ]

@@ -12,16 +12,15 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .stand_in import FakeTensorMode
 from .threads import of_thread, pushed
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
-    "FakeTensorMode",
     "StorageWeakRef",
     "forget_fakes",
     "forget_names",

@@ -96,8 +96,17 @@ def _on_copies(op: Op, copy: Callable[[Argument], Argument]) -> Callable[..., An
 
 def _with_rows(x: Argument) -> Argument:
     # The sums of exponentials that a kernel saves for its backward have one dim fewer and keep their strides.
-    scattered = isinstance(x, torch.Tensor) and x.ndim > 3 and x.shape[-1] > 1 and x.stride(-1) != 1
-    return x.contiguous() if scattered else x
+    if not isinstance(x, torch.Tensor) or x.ndim < 4 or x.shape[-1] == 1:
+        return x
+    if x.stride(-1) != 1:
+        return x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format) if x.is_cuda and not _is_aligned(x) else x
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, which kernels on CUDA read at once."""
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    return all(offset * x.itemsize % 16 == 0 for offset in (x.storage_offset(), *strides))
 
 
 def _contiguous(x: Argument) -> Argument:

@@ -305,7 +305,7 @@ def decoded(described: Sequence[Any] | None, body: bytearray, template: PyTree) 
         if size:
             x = torch.frombuffer(body, dtype=dtype, count=size // dtype.itemsize, offset=offset).reshape(shape)
         else:
-            x = torch.empty(shape, dtype=dtype)
+            x = torch.empty(shape, dtype=dtype, device="cpu")
         leaves[index] = x.to(leaf.device)
         offset += size + -size % _ALIGNED
     return optree.tree_unflatten(tree, leaves)

@@ -16,7 +16,7 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths
 from .. import _torch
 from ..errors import DonatedStateError, NonFiniteError
 from ..functions import PyTree
-from ..ir import is_trained
+from ..ir import is_trained, refuse_abstract
 from ..runtime import ProcessRuntime, default_runtime, rank_name
 from .central import Central
 from .clock import Clock
@@ -85,6 +85,7 @@ class AsyncStep:
         """Return the first state. On processes, all of them call this with the same parameters, and connect."""
         register_dataclasses(params)
         params = optree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, params)
+        refuse_abstract(params, f"{self.method.name}.init")
         runtime, work = default_runtime(self.mesh), self.computation.begin(params)
         nodes = self.method.nodes(self.rules, params, self.computation.servers.init(params))
         if not isinstance(runtime, ProcessRuntime):

@@ -24,7 +24,7 @@ class Copies:
             parts = [part.detach() for part in tensors(item)]
             memory = old.pop(name, [])
             if [(x.shape, x.dtype) for x in memory] != [(x.shape, x.dtype) for x in parts]:
-                memory = [torch.empty(x.shape, dtype=x.dtype) for x in parts]
+                memory = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in parts]
             for into, part in zip(memory, parts, strict=True):
                 into.copy_(part)
             found[name] = memory

@@ -94,7 +94,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
 
     def __init__(self, path: Path, info: FileInfo | None = None, algorithm: str = "crc32") -> None:
         self.path, self._sums, self._new = path, None if info is None else info.sums, hasher(algorithm)
-        self._number, self._last = -1, torch.empty(0, dtype=torch.uint8)  # the last block that was read
+        self._number, self._last = -1, torch.empty(0, dtype=torch.uint8, device="cpu")  # the last block that was read
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -143,7 +143,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             return self._read(begin, end)
 
     def _read(self, begin: int, end: int) -> torch.Tensor:
-        found, done = torch.empty(end - begin, dtype=torch.uint8), 0
+        found, done = torch.empty(end - begin, dtype=torch.uint8, device="cpu"), 0
         into = memory_of(found)
         while done < len(into):
             try:

@@ -151,7 +151,7 @@ def _shards(path: Path, files: ExitStack) -> Made:
 
 
 def _joined(shape: tuple[int, ...], parts: list[tuple[ShardFile, Entry]]) -> torch.Tensor:
-    full = torch.empty(shape, dtype=parts[0][1].dtype)
+    full = torch.empty(shape, dtype=parts[0][1].dtype, device="cpu")
     for file, entry in parts:
         file.read(entry, entry.box, full[entry.box.slices])
     return full

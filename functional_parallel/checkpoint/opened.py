@@ -119,7 +119,7 @@ class Checkpoint:
         kind, _, key = name.partition("/")
         info, mesh = self.leaves[name], Mesh()
         leaf = LeafLayout(kind, key, info.shape, info.dtype, (Piece(P()),))
-        full = torch.empty(info.shape, dtype=info.dtype)
+        full = torch.empty(info.shape, dtype=info.dtype, device="cpu")
         self.read(plan_restore(self.plan, [leaf], mesh).rank(0), lambda _: full)
         return full
 

@@ -121,10 +121,10 @@ def plan_save(leaves: Sequence[LeafLayout], mesh: Mesh) -> SavePlan:
 def _bytes(leaf: LeafLayout, piece: Piece, mesh: Mesh) -> torch.Tensor:
     """Return the bytes of a piece per rank, in the dims of the mesh; 1 along axes where they are equal."""
     shape = leaf.shape if piece.rows is None else leaf.shape[1:]
-    held = torch.full([1] * len(mesh.axis_names), leaf.dtype.itemsize * len(piece.held))
+    held = torch.full([1] * len(mesh.axis_names), leaf.dtype.itemsize * len(piece.held), device="cpu")
     if piece.vector is not None:
         over, length = piece.vector.over, piece.vector.length // mesh.axis_size(piece.vector.over)
-        starts, count = torch.arange(mesh.axis_size(over)) * length - piece.vector.begin, math.prod(shape)
+        starts, count = torch.arange(mesh.axis_size(over), device="cpu") * length - piece.vector.begin, math.prod(shape)
         count //= math.prod(mesh.axis_size(axis) for axis in piece.spec.axes)
         inside = (starts + length).clamp(max=count) - starts.clamp(min=0)
         return held * _in_mesh(inside.clamp(min=0), over, mesh)
@@ -132,7 +132,9 @@ def _bytes(leaf: LeafLayout, piece: Piece, mesh: Mesh) -> torch.Tensor:
     for size, names in zip(shape, axes, strict=False):
         ranks = mesh.axis_size(names)
         block = -(-size // ranks)
-        lengths = (size - torch.arange(ranks) * block).clamp(0, block)  # the last ranks have less, or only padding
+        lengths = (size - torch.arange(ranks, device="cpu") * block).clamp(
+            0, block
+        )  # the last ranks have less, or only padding
         held = held * (block if size % ranks == 0 else _in_mesh(lengths, names, mesh))
     return held
 
@@ -173,7 +175,7 @@ class _Work:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.loads = torch.zeros([1] * len(mesh.axis_names), dtype=torch.int64)
+        self.loads = torch.zeros([1] * len(mesh.axis_names), dtype=torch.int64, device="cpu")
 
     def assign(self, job: _Job) -> None:
         """Give each shard of a piece to the rank with the smallest load."""
@@ -181,7 +183,7 @@ class _Work:
         wanted = [self.mesh.axis_size(axis) if axis in job.choices else 1 for axis in names]
         self.loads = self.loads.expand(torch.broadcast_shapes(self.loads.shape, job.sizes.shape, wanted)).clone()
         sizes = zip(names, self.loads.shape, strict=True)
-        indices = [torch.tensor(job.choices.get(axis, range(size))) for axis, size in sizes]
+        indices = [torch.tensor(job.choices.get(axis, range(size)), device="cpu") for axis, size in sizes]
         places = torch.meshgrid(*indices, indexing="ij")  # of the ranks that hold the piece
         if job.added is not None:
             self.loads[places] -= job.added
@@ -190,7 +192,7 @@ class _Work:
         table = self.loads[places].permute(order)
         kept = table.shape[: len(names) - len(job.choices)]
         best = table.reshape(*kept, -1).argmin(-1)
-        one = torch.zeros(best.numel(), job.copies, dtype=torch.int64).scatter_(1, best.view(-1, 1), 1)
+        one = torch.zeros_like(best).view(-1, 1).repeat(1, job.copies).scatter_(1, best.view(-1, 1), 1)
         job.added = one.view(table.shape).permute(back) * job.sizes
         job.best = best.view(*kept, *[1] * len(job.choices)).permute(back)
         self.loads[places] += job.added

@@ -129,12 +129,13 @@ def _pcast(x: Tensor, axes: Sequence[str], src: str, dst: str) -> Tensor:
 
 
 def _axis_index(axes: Sequence[str]) -> Tensor:
-    return torch.tensor(0 if axis_size(axes) == 1 else _carrier("axis_index", axes).axis_index(tuple(axes)))
+    index = 0 if axis_size(axes) == 1 else _carrier("axis_index", axes).axis_index(tuple(axes))
+    return torch.tensor(index, device="cpu")
 
 
 def _fake_axis_index(axes: Sequence[str]) -> Tensor:
     axis_size(axes)
-    return torch.empty((), dtype=torch.int64)
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 _define("psum(Tensor x, str[] axes, str src) -> Tensor", _same_shape)

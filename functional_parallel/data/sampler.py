@@ -136,7 +136,7 @@ class Sampler:
         Returns:
             A permutation of 0 … length - 1, the same on every rank and every machine.
         """
-        numbers = torch.arange(self.length)
+        numbers = torch.arange(self.length, device="cpu")
         if not self.shuffle:
             return numbers
         # fold_in is injective in the folded number, so all samples draw different values and the order is unique.

@@ -13,7 +13,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import register_dataclasses
+from sharding_specs import register_dataclasses, tree_paths
 
 from .. import _torch
 from ..checker import Typing, run_typed, type_of
@@ -52,7 +52,8 @@ def filled(leaves: list[PyTree], indices: list[int], values: Sequence[PyTree], t
 
 def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[PyTree], tree: optree.PyTreeSpec) -> PyTree:
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    found: dict[str, Any] = {}
+    every, found = [path for given in tree.unflatten(leaves) for path in tree_paths(given)], dict[str, Any]()
+    paths = [every[index] for index in tensors]
 
     def flat(*values: torch.Tensor) -> list[Any]:
         args, named = filled(leaves, tensors, values, tree)
@@ -69,7 +70,8 @@ def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[PyTree]
             forward_only=True,
             on_node=Typing(current_axes()),
             is_local_body=active.is_local_body,
+            paths=paths,
         )
-    depends_on_layouts(traced, [leaves[index] for index in tensors], [f"argument {index}" for index in tensors])
+    depends_on_layouts(traced, [leaves[index] for index in tensors], paths)
     outputs = run_typed(traced, [*(leaves[index] for index in tensors), *traced.captured])
     return optree.tree_unflatten(found["tree"], outputs)

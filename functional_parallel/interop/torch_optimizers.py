@@ -63,7 +63,9 @@ def translated(optimizer: torch.optim.Optimizer, module: nn.Module, rates: list[
 
 def _of_group(kind: type[torch.optim.Optimizer], number: int, group: Mapping[str, Any], rate: Schedule) -> Optimizer:
     make, options = _CLASSES[kind]
-    neutral = cast(Any, kind)([torch.zeros(1)], lr=0.0).defaults  # keys that it lacks are notes of schedulers
+    neutral = cast(Any, kind)(
+        [torch.zeros(1, device="cpu")], lr=0.0
+    ).defaults  # keys that it lacks are notes of schedulers
     others = {key: group[key] for key in neutral.keys() - {*options, *_OF_IMPLEMENTATIONS}}
     wrong = [f"{key}={value!r}" for key, value in others.items() if value != neutral[key]]
     if wrong:
@@ -128,7 +130,7 @@ class _Course:
     """The rates of all groups, computed as far as asked for."""
 
     def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer, every: int) -> None:
-        groups = [{**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups]
+        groups = [{**group, "params": [torch.zeros(1, device="cpu")]} for group in optimizer.param_groups]
         self.optimizer: torch.optim.Optimizer = cast(Any, type(optimizer))(groups)
         for own, group in zip(self.optimizer.param_groups, optimizer.param_groups, strict=True):
             own.update({key: copy.copy(value) for key, value in group.items() if key != "params"})

@@ -1,7 +1,8 @@
 """Result of a trace: the graph, source lines, differentiable forms of ops, its text, and passes for every graph."""
 
 from . import source
-from .aval import OPS_ON_SHAPES, Aval, aval_of, hollow, without_memory
+from .abstract import abstract, is_abstract, refuse_abstract, without_values
+from .aval import OPS_ON_SHAPES, Aval, aval_of, hollow, scalar_beside, without_memory
 from .checksum import checksum, memory_of, sample_hash
 from .eval_node import casts_are_explicit, eval_node, explicit_casts, grad_mode_of
 from .graph import (

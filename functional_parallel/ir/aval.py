@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
+import optree
 import torch
+
+from sharding_specs.pytree import Tree
+
+from .abstract import without_values
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -64,6 +69,18 @@ def without_memory(leaf: T) -> T | torch.Tensor:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
+def scalar_beside(tree: Tree, value: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a scalar on the device of the first tensor of a tree; in main memory if there is none, or it is on meta.
+
+    >>> scalar_beside({"w": torch.zeros(2)}, 3, torch.int64)
+    tensor(3)
+    """
+    first = next((leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)), None)
+    if first is None or first.is_meta:
+        return torch.tensor(value, dtype=dtype, device="cpu")
+    return first.new_full((), value, dtype=dtype)
+
+
 def hollow(like: T | torch.Tensor | Aval, shape: Sequence[int] | None = None) -> T | torch.Tensor:
     """Return a tensor with the memory of one element, for code that reads only its shape, dtype and device.
 
@@ -72,4 +89,5 @@ def hollow(like: T | torch.Tensor | Aval, shape: Sequence[int] | None = None) ->
     """
     if not isinstance(like, (torch.Tensor, Aval)):
         return like
-    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape if shape is None else tuple(shape))
+    shape = like.shape if shape is None else tuple(shape)
+    return without_values((), like.dtype, like.device).expand(shape)

@@ -17,7 +17,7 @@ from ..checker import Typing, is_zero, record_input_specs, since, type_of, type_
 from ..collectives import DimSplit, State, Type, bind
 from ..errors import LayoutError, OutSpecError
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, filled, layout_of, specs_per_leaf
-from ..ir import Traced, forget_rewrites, forget_values, hollow, info, simplify, update_info
+from ..ir import Traced, forget_rewrites, forget_values, hollow, info, refuse_abstract, simplify, update_info
 from ..ops import refuse_idle
 from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram, pipeline_of
@@ -56,7 +56,8 @@ class Lowered:
         return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
 
     def require_layouts(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Check that arguments with strides that affect the function are contiguous, from argument number `first`."""
+        """Check that arguments have values, and are contiguous if strides affect the function; the first is `first`."""
+        refuse_abstract(list(tensors), self.program.name)
         for index, (read, path) in self.layout_reads.items():
             if 0 <= index - first < len(tensors):
                 require_contiguous(tensors[index - first], read, path)
@@ -205,7 +206,7 @@ def _traced(
         collect_assumptions() as assumptions,
     ):
         assume(autocast_dtypes)
-        traced = trace(checked, avals, types=types, on_node=Typing(wide.shape))
+        traced = trace(checked, avals, types=types, on_node=Typing(wide.shape), paths=flat.in_paths)
     warn_of_equal_copies(traced, wide.shape)
     held = [type_of(output) for output in traced.outputs]
     kept = () if pipeline is None else (pipeline.virtual,)  # its sums mark the end of the pipeline

@@ -2,6 +2,7 @@
 
 from . import attention, ctc, grouped, keyed_draws  # their imports register their ops
 from .adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_of_one
+from .attention_kernels import attention_notes
 from .constrain import OP as CONSTRAIN
 from .constrain import constrain, refuse_idle
 from .marks import define_marker

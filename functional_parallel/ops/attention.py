@@ -16,7 +16,8 @@ from .. import _torch, random
 from .. import collectives as fp
 from ..ir import define_op, info, tensor_operands
 from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
-from ..tracing import intercept
+from ..tracing import intercept, recorder
+from .attention_kernels import fused_attention
 
 Mask = Tensor | None
 
@@ -30,6 +31,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scal
     if _torch.needs_higher_derivatives():
         return _as_defined(q, k, v, mask, is_causal, scale)
     k, v = _for_every_head(q, k, v)
+    if _takes_fused_kernel(q):
+        found = fused_attention(q, k, v, mask, is_causal, scale)
+        if found is not None:
+            return found
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
 
 
@@ -93,11 +98,34 @@ def _in_forwards(
 
 
 @intercept(torch.nn.functional.scaled_dot_product_attention, always=True)
-def _with_dropout(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask = None, dropout_p: float = 0.0, *rest: Any, **named: Any
+def _in_every_trace(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Mask = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **named: Any,
 ) -> Tensor:
-    """Compute attention with dropout by its definition and keyed draws, because the kernels make their own draws."""
-    return _in_forwards(query, key, value, attn_mask, dropout_p, *rest, **named) if dropout_p else NotImplemented
+    """Compute attention with dropout by its definition and keyed draws, because the kernels make their own draws.
+
+    Choose the kernel where a trace records kernels for CUDA.
+    """
+    if dropout_p:
+        result: Tensor = _in_forwards(query, key, value, attn_mask, dropout_p, is_causal, scale, **named)
+        return result
+    if not _takes_fused_kernel(query) or (attn_mask is not None and is_causal):
+        return NotImplemented  # type: ignore[no-any-return]
+    q, k, v = _with_batch_of_all(query, key, value)
+    return attention(q, k, v, attn_mask, is_causal, scale)
+
+
+def _takes_fused_kernel(q: Tensor) -> bool:
+    """Whether the kernel is chosen here: on CUDA, except in the trace of a forward, which records one op."""
+    active = recorder()
+    is_forward = active is not None and active.forward_only and active.on_node is None
+    return not is_forward and torch.version.hip is None and _torch.wished_device(q.device).type == "cuda"
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None) -> Tensor:

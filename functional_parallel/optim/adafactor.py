@@ -16,6 +16,7 @@ from torch import Tensor
 from sharding_specs import P, whole_shape
 
 from ..functions import PyTree, SpecTree, axis_mesh, explain_keywords
+from ..ir import scalar_beside
 from ..quantities import is_number
 from .hyperparameters import Decay, decay_rates, refuse, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping
@@ -89,7 +90,7 @@ def adafactor(
     def init(params: PyTree) -> AdafactorState:
         refuse("adafactor", torch.is_complex, params, _NOT_COMPLEX)
         decay_rates(weight_decay, decay, params)  # raises for a pattern that matches nothing
-        return AdafactorState(torch.zeros(()), optree.tree_map(_start, params))
+        return AdafactorState(scalar_beside(params), optree.tree_map(_start, params))
 
     @skipping
     def update(grads: PyTree, state: AdafactorState, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, PyTree]:

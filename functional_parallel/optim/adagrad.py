@@ -64,7 +64,7 @@ def adagrad(
         return one
 
     def decayed_rate(step: float | Tensor) -> Tensor:
-        return learning_rate(lr, torch.as_tensor(step)) / (1 + step * lr_decay)
+        return learning_rate(lr, torch.as_tensor(step, device=getattr(step, "device", "cpu"))) / (1 + step * lr_decay)
 
     rate = scale_by_learning_rate(decayed_rate if lr_decay else lr)
     return chained("adagrad", AdagradState, add_decayed_weights(weight_decay, decay), Transformation(scaled, 1), rate)

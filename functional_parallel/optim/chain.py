@@ -12,10 +12,10 @@ from itertools import islice
 from typing import NamedTuple
 
 import optree
-import torch
 from torch import Tensor
 
 from ..functions import PyTree, explain_keywords
+from ..ir import scalar_beside
 from .hyperparameters import Decay, decay_rates, require
 from .optimizer import (
     Optimizer,
@@ -123,7 +123,7 @@ def chained(name: str, keep: Callable[..., tuple[PyTree, ...]], *transformations
 
     def init(params: PyTree) -> PyTree:
         rows(params)  # raises for a pattern that matches nothing
-        return keep(torch.zeros(()), *(zeros_like(params) for _ in range(count)))
+        return keep(scalar_beside(params), *(zeros_like(params) for _ in range(count)))
 
     def update(grads: PyTree, state: PyTree, params: PyTree, constants: PyTree = None) -> tuple[PyTree, PyTree]:
         moments = state.moments if isinstance(state, ChainState) else state[1 : count + 1]

@@ -54,7 +54,7 @@ def _name_of(function: Callable[[Any], Any]) -> str:
 def _kernel(updates: torch.Tensor, name: str) -> torch.Tensor:
     if _is_in_main_memory(updates):
         rates = [_rate(name, round(count)) for count in updates.reshape(-1).tolist()]
-        return torch.tensor(rates, dtype=torch.float64).reshape(updates.shape).to(updates.device)
+        return torch.tensor(rates, dtype=torch.float64, device=updates.device).reshape(updates.shape)
     counts = _counts.get()
     if counts is None or updates.ndim:
         counts = {}

@@ -15,6 +15,7 @@ from torch import Tensor
 from sharding_specs import P
 
 from ..functions import PyTree, SpecTree, explain_keywords
+from ..ir import scalar_beside
 from ..quantities import is_non_negative
 from .hyperparameters import Decay, decay_rates, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping, zeros_like
@@ -73,7 +74,7 @@ def lamb(
 
     def init(params: PyTree) -> LambState:
         decay_rates(weight_decay, decay, params)  # raises for a pattern that matches nothing
-        return LambState(torch.zeros(()), zeros_like(params), zeros_like(params))
+        return LambState(scalar_beside(params), zeros_like(params), zeros_like(params))
 
     @skipping
     def update(grads: PyTree, state: LambState, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, LambState]:

@@ -20,7 +20,7 @@ from sharding_specs import P, whole_shape
 
 from ..collectives import all_to_all, axis_size
 from ..functions import PyTree, SpecTree, axis_mesh, explain_keywords
-from ..ir import is_trained
+from ..ir import is_trained, scalar_beside
 from ..quantities import is_positive_int
 from .hyperparameters import Decay, decay_rates, refuse, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping, zeros_like
@@ -97,7 +97,7 @@ def muon(
     def init(params: PyTree) -> MuonState:
         refuse("muon", lambda leaf: leaf.ndim != 2 or leaf.is_complex(), params, _NO_MATRIX)
         decay_rates(weight_decay, decay, params)  # raises for a pattern that matches nothing
-        return MuonState(torch.zeros(()), zeros_like(params))
+        return MuonState(scalar_beside(params), zeros_like(params))
 
     def directions(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
         m = m + (1 - momentum) * (g - m)

@@ -156,7 +156,7 @@ def rates(optimizer: Optimizer, scheduled: PyTree) -> PyTree:
     def of(lr: PyTree, found: PyTree) -> PyTree:
         if isinstance(lr, Mapping):
             return {pattern: of(each, found and found[pattern]) for pattern, each in lr.items()}
-        return found if lr is None or callable(lr) else torch.tensor(lr, dtype=torch.float64)
+        return found if lr is None or callable(lr) else torch.tensor(lr, dtype=torch.float64, device="cpu")
 
     return of(getattr(optimizer, "lr", None), scheduled)
 

@@ -130,7 +130,7 @@ def join(*parts: tuple[int, Rate], last: Rate) -> Rate:
 
 
 def as_step(step: Step) -> Tensor:
-    return torch.as_tensor(step, dtype=torch.float64)
+    return torch.as_tensor(step, dtype=torch.float64, device=getattr(step, "device", "cpu"))
 
 
 def _progress(step: Step, steps: int) -> Tensor:

@@ -278,7 +278,8 @@ class _Partition:
             return list(outputs)
 
         with hide(self.axis):
-            traced = prepare(trace(flat, avals, forward_only=True))
+            paths = tree_paths(optree.tree_unflatten(tree, leaves))
+            traced = prepare(trace(flat, avals, forward_only=True, paths=[paths[index] for index in tensors]))
         return _Entry(traced, found["tree"], found["specs"])
 
 

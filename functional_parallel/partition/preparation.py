@@ -170,7 +170,7 @@ def _enumerated(traced: Traced, node: fx.Node, known: dict[fx.Node, Any]) -> dic
         if value is None:
             continue
         for k in along:
-            column = torch.arange(x[dim]).reshape([-1 if each == k else 1 for each in range(ndim)])
+            column = torch.arange(x[dim], device="cpu").reshape([-1 if each == k else 1 for each in range(ndim)])
             if k not in found.values() and bool((value == column).all()):
                 found[dim] = k
                 assume_constants(traced, index)

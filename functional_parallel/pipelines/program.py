@@ -9,6 +9,7 @@ from torch import fx
 
 from ..errors import PipelineError
 from ..ir import info, source_of
+from ..ops import attention_notes
 from ..program import Collective, Hardware, Price, bytes_of, counts_of, hardware_of, readable_bytes
 from ..schedules import Action, Event, Timeline, peaks
 from .execution import pipeline_memory
@@ -83,7 +84,8 @@ class PipelineProgram(PipelineStructure):
         ]
         each = f"of these, each of {self.schedule.microbatches} microbatches does anew: {'; '.join(anew)}"
         sums = f"counts and bytes are sums over the {size} ranks of {self.axis!r}"
-        return (*self.notes, sums, each) if anew else (*self.notes, sums)
+        attention = dict.fromkeys(note for each in self.every_program() for note in attention_notes(each.traced))
+        return (*self.notes, *attention, sums, *[each] * bool(anew))
 
     def price(self, hardware: Hardware | str = "h100") -> Price:
         """Predict the time of a step like `Program.price`. The items are those of the rank with most work."""

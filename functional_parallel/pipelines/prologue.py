@@ -84,7 +84,7 @@ class PrologueBuilder:
         name = primitive_name(node)
         if name == "axis_index" and names_axis(node, self.roles.axis):
             constant = f"microbatch_{microbatch}"
-            self.new.constants[constant] = torch.tensor(microbatch)
+            self.new.constants[constant] = torch.tensor(microbatch, device="cpu")
             return self.extractor.with_info_of(node, self.new.graph.get_attr(constant))
         if name == "pscatter" and names_axis(node, self.roles.axis):
             return self._part(self.value(node.args[0], None), node.args[2], node, microbatch)

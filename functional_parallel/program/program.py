@@ -10,6 +10,7 @@ from torch import fx
 from sharding_specs import Mesh, P
 
 from ..ir import Traced, canonical_lines, operands_of, primitive_name, program_text
+from ..ops import attention_notes
 from .base import BaseProgram
 from .collectives import Collective, collectives_of
 from .hardware import Hardware, hardware_of
@@ -45,6 +46,7 @@ class Program(BaseProgram):
         """Compute the bytes of live tensors on one rank, op by op, exactly: peak, curve, and values at the peak.
 
         Ranks differ only if one of them holds what others do not, as the master of `fp.data_parallel(master=…)` does.
+        Memory inside kernels, and rounding and fragmentation of the allocator, are not predicted.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -91,6 +93,10 @@ class Program(BaseProgram):
         """
         described = hardware_of(hardware)
         return price_of(self.name, self.traced, self.mesh, described, self.memory().peak, self.notes)
+
+    def remarks(self) -> tuple[str, ...]:
+        """Return the lines that `explain` prints below its table of collectives."""
+        return (*self.notes, *attention_notes(self.traced))
 
     def lines(self) -> list[str]:
         """Return the program's text without source lines. It is equal exactly for programs that run the same ops."""

@@ -18,6 +18,7 @@ import torch
 
 from ..errors import LossScaleError
 from ..functions import Layout, PyTree
+from ..ir import scalar_beside
 from ..quantities import is_number, is_positive_int
 from .state_request import StateRequest, Update
 
@@ -98,8 +99,8 @@ class LossScale:
 
     def init(self) -> LossScaleState:
         """Return the state before the first step."""
-        counts = (torch.tensor(self.hysteresis), torch.tensor(0))
-        return LossScaleState(torch.tensor(self.initial, dtype=torch.float64), *counts, torch.tensor(False))
+        values = ((self.initial, torch.float64), (self.hysteresis, torch.int64), (0, torch.int64), (False, torch.bool))
+        return LossScaleState(*(torch.tensor(value, dtype=dtype, device="cpu") for value, dtype in values))
 
     def update(self, state: LossScaleState, overflow: torch.Tensor) -> LossScaleState:
         """Return the state after a step. `overflow` is () and tells whether any gradient on any rank was not finite.
@@ -144,7 +145,8 @@ class ScaleLoss(StateRequest):
     may_skip: ClassVar[bool] = True
 
     def init(self, params: PyTree, layout: Layout) -> LossScaleState:
-        return self.rules.init()
+        first = self.rules.init()
+        return LossScaleState(*(scalar_beside(params, x.item(), x.dtype) for x in first))
 
     def loss(self, value: torch.Tensor, leaves: LossScaleState) -> torch.Tensor:
         return value.float() * leaves.scale.float()

@@ -101,7 +101,7 @@ def _to_owner(x: torch.Tensor, held: AxisLayout, owner: int, axis: str, parts: D
 def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: DimSplit) -> torch.Tensor:
     """Select this rank's slice of a rank-dependent value by index."""
     split = add_duplicates(x, form, parts).unflatten(form.dim, (form.outer, parts.ranks, -1))
-    index = axis_index(axis).reshape(1)
+    index = axis_index(axis).to(x.device).reshape(1)
     result: torch.Tensor = split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)
     return result
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import optree
 import torch
 
 from .. import _torch
 from ..functions import PyTree
-from ..ir import Aval
+from ..ir import Aval, hollow
 
 Part = torch.Tensor | list[torch.Tensor]  # a value on one rank of a pipeline: its tensor, or one per class of ranks
 
@@ -34,6 +36,26 @@ def storages(*values: PyTree) -> set[int]:
         elif isinstance(value, PipelineValue):
             found |= storages(*value.parts.values())
     return found
+
+
+def device_of(handle: PyTree) -> torch.device | None:
+    """Return the device of the first tensor with values in this process, of a handle or of several."""
+    if isinstance(handle, torch.Tensor):
+        return None if handle.is_meta else handle.device
+    parts = handle.parts.values() if isinstance(handle, PipelineValue) else handle
+    return next(filter(None, map(device_of, parts)), None) if isinstance(parts, Iterable) else None
+
+
+def moved_to(device: torch.device | None, tree: PyTree) -> PyTree:
+    """Return tensors as a runtime on `device` holds them, for a trace: without values, if they are moved there."""
+
+    def moved(leaf: PyTree) -> PyTree:
+        stays = not isinstance(leaf, torch.Tensor) or leaf.is_meta or isinstance(leaf, _torch.FakeTensor)
+        if stays or device is None or leaf.device == device:
+            return leaf
+        return hollow(Aval(tuple(leaf.shape), leaf.dtype, device))
+
+    return optree.tree_map(moved, tree)
 
 
 def runtime_kind_of(handle: PyTree) -> str:

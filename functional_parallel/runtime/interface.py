@@ -31,6 +31,7 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     mesh: Mesh
     algorithm: str = ""  # of sums, for comparison with another run
     holders: str  # the kind of ranks that hold values, for messages
+    device: torch.device | None = None  # to which values move; None if they stay where they are
 
     @property
     def calls(self) -> int:

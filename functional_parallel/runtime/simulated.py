@@ -136,7 +136,9 @@ class _Lockstep:
         name = primitive_name(node)
         if name == "axis_index":
             axes = tuple(node.args[0])
-            return writer.constant([torch.tensor(self.mesh.axis_index(rank, axes)) for rank in self._ranks(node)])
+            return writer.constant(
+                [torch.tensor(self.mesh.axis_index(rank, axes), device="cpu") for rank in self._ranks(node)]
+            )
         if name is not None:
             return self._collective(node, name, writer)
         operands = operands_of(node)

@@ -50,7 +50,7 @@ def drawn_arguments(
 class _Draw:
     def __init__(self, double: bool, everything: bool, exact: bool) -> None:
         self.double, self.everything, self.exact = double, everything, exact
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator("cpu").manual_seed(0)
         self.known: dict[int, torch.Tensor] = {}  # a tensor that is two leaves stays one tensor
 
     def arguments(self, args: tuple[PyTree, ...], ranges: dict[int, _Range]) -> tuple[PyTree, ...]:
@@ -97,12 +97,12 @@ class _Draw:
         """Reorder the elements; a constant leaf gets small integers added, away from zero."""
         if (x != x.flatten()[0]).any():
             return self._permuted(x)
-        added = torch.randint(0, 3, x.shape, generator=self.generator).to(x)
+        added = torch.randint(0, 3, x.shape, generator=self.generator, device="cpu").to(x)
         value = x.flatten()[0].item()
         return x + (added - 1 if value == 0 else added if value > 0 else -added)
 
     def _uniform(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 2 - 1).to(x)
+        return (torch.rand(x.shape, generator=self.generator, device="cpu", dtype=torch.float64) * 2 - 1).to(x)
 
     # --- integers ---
 
@@ -110,8 +110,8 @@ class _Draw:
         """Draw from the full legal range, with both ends and some ignored labels; without a range, reorder `x`."""
         if legal is None:
             return self._permuted(x)
-        drawn = torch.randint(legal.begin, legal.end, (x.numel(),), generator=self.generator)
-        largest, *others = torch.randperm(x.numel(), generator=self.generator).tolist()
+        drawn = torch.randint(legal.begin, legal.end, (x.numel(),), generator=self.generator, device="cpu")
+        largest, *others = torch.randperm(x.numel(), generator=self.generator, device="cpu").tolist()
         drawn[largest] = legal.end - 1
         drawn[others[:1]] = legal.begin
         if legal.ignored is not None:
@@ -119,7 +119,7 @@ class _Draw:
         return drawn.reshape(x.shape).to(x)
 
     def _permuted(self, x: torch.Tensor) -> torch.Tensor:
-        order = torch.randperm(x.numel(), generator=self.generator)
+        order = torch.randperm(x.numel(), generator=self.generator, device="cpu")
         return x.flatten()[order.to(x.device)].reshape(x.shape)
 
 

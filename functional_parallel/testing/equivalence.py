@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass
+from functools import partial
 
 import optree
 import torch
@@ -191,9 +192,9 @@ class _Check:
 
 def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyTree]:
     """Return a function that computes a sum of the inexact results with drawn integer weights, and the results."""
-    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randint, -4, 5, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     weights = [
-        torch.randint(-4, 5, as_real(leaf).shape, generator=generator).to(as_real(leaf)) if is_trained(leaf) else None
+        draw(as_real(leaf).shape).to(as_real(leaf)) if is_trained(leaf) else None
         for leaf in optree.tree_leaves(results)
     ]
 

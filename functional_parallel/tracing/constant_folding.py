@@ -169,7 +169,8 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
         return values.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
 
     args, kwargs = walk_args((node.args, node.kwargs), value)
-    certain = _certain(node)
+    certain, known = _certain(node), info(node).val
+    on_host = on_host or (isinstance(known, Aval) and _torch.is_missing(known.device.type))
     with outside_trace():
         if certain is not None:
             return torch.full(info(node).aval.shape, certain, device=_HOST if on_host else info(node).aval.device)

@@ -45,6 +45,7 @@ from ..ir import (
 )
 from .constant_folding import asks_for_values, draws, fold_constants
 from .control_flow import unrolled
+from .devices import require_one_device
 from .enclosing import CapturedTensors
 from .interception import Interception, Replaced, replacement_of
 from .mutation import mutate
@@ -64,6 +65,7 @@ def trace(
     forward_only: bool = False,
     on_node: Callable[[fx.Node], None] | None = None,
     is_local_body: bool = False,
+    paths: Sequence[str] = (),
 ) -> Traced:
     """Record `fn(*tensors) -> flat sequence of outputs` on fake tensors of the given shapes.
 
@@ -76,6 +78,7 @@ def trace(
         forward_only: whether the graph will be differentiated later. Code that would hide a derivative is refused.
         on_node: called with every op node as soon as it is recorded.
         is_local_body: whether the function computes on shards and calls its collectives explicitly.
+        paths: pytree path of each input, for messages.
     """
     outer = recorder()
     enclosed = CapturedTensors(fn)
@@ -84,7 +87,7 @@ def trace(
         with mode:
             arguments = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in inputs]
         recording = Recorder(mode, forward_only, on_node, outer, is_local_body)
-        recording.start(arguments, types)
+        recording.start(arguments, types, paths)
         with ExitStack() as stack:
             alone = forward_only and on_node is None  # in a typed body, ops run on the shards of one rank
             stack.enter_context(Interception(alone, enclosed, recording.layouts))
@@ -201,7 +204,13 @@ class Recorder(Writer):
         if result is not NotImplemented:
             return result
         _refuse_decisions(self, func, args)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError:
+            require_one_device(self, func, args, kwargs)
+            raise
+        if func.namespace == "fp":  # their shape functions do not compare devices
+            require_one_device(self, func, args, kwargs)
         if func is aten.detach.default and _torch.is_above_autograd():
             func = aten.alias.default
         if func is aten._to_copy.default and not isinstance(args[0], torch.Tensor):  # a number that vmap makes a tensor

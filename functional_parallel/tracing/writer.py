@@ -58,10 +58,12 @@ class Writer(_torch.TorchDispatchMode):
 
     # --- nodes of tensors ---
 
-    def start(self, arguments: list[torch.Tensor], types: Sequence[Any] | None) -> None:
+    def start(self, arguments: list[torch.Tensor], types: Sequence[Any] | None, paths: Sequence[str] = ()) -> None:
         for index, tensor in enumerate(arguments):
             node = self.traced.graph.placeholder(f"x{index}")
             update_info(node, val=aval_of(tensor), type=None if types is None else types[index])
+            if paths:
+                update_info(node, path=paths[index])
             self.traced.inputs.append(node)
             self.bind(tensor, node)
 
@@ -175,6 +177,8 @@ class Writer(_torch.TorchDispatchMode):
         return node
 
     def _as_node(self, value: Argument) -> Argument:
+        if isinstance(value, torch.device):
+            return _torch.wished_device(value)
         return self.node_of(value) if isinstance(value, torch.Tensor) else value
 
     def _gradients_are_off(self, func: _torch.Op, backward: bool) -> bool:

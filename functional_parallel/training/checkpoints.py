@@ -38,7 +38,7 @@ from ..functions import PyTree
 from ..ir import Aval, TensorSignature, hollow, without_memory
 from ..pipelines import PipelineProgram, pipeline_of
 from ..requests import ScaleLoss, split_state
-from ..runtime import Runtime, Where
+from ..runtime import Runtime, Where, device_of
 from ..tracing import disable_ambient_modes
 from .finite import settle
 from .saved import SavedLeaves, saved_leaves
@@ -207,9 +207,11 @@ class _Restore:
     ) -> None:
         self.manager, self.runtime, self.checkpoint, self.options = manager, runtime, checkpoint, options
         self.plan: SavePlan = checkpoint.plan
-        self.device = getattr(runtime, "device", torch.device("cpu"))
-        self.first = self._first_state()
-        like = optree.tree_map(without_memory, self._like())
+        self.first, given = self._first_state(), self._like()
+        default = torch.get_default_device()
+        self.device = runtime.device or device_of(optree.tree_leaves(given)) or default
+        self.device = torch.device("cpu") if self.device.type == "meta" else self.device
+        like = optree.tree_map(without_memory, given)
         register_dataclasses(like)
         self.form, self.leaves = manager.place(*manager.begun(like))
         self.where = self._where(self._program())

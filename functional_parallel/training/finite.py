@@ -77,7 +77,7 @@ def _is_good(metrics: Metrics, minimum: float) -> torch.Tensor:
 
 
 def _copied(step: int, metrics: Metrics, good: torch.Tensor) -> Watched:
-    flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+    flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     flag.copy_(good, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()

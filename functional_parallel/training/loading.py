@@ -13,7 +13,7 @@ import torch
 
 from .. import optim
 from ..functions import PyTree
-from ..ir import is_trained, leaf_signature, without_memory
+from ..ir import is_trained, leaf_signature, refuse_abstract, without_memory
 from ..requests import LossScaleState, ReplicaState, ScaledState
 from .local_step import Metrics
 from .signatures import listed, structure_as_text
@@ -56,7 +56,8 @@ def require_parameters(params: PyTree, where: str) -> None:
 
 
 def require_values(params: PyTree, state: PyTree) -> None:
-    """Check that no leaf is on the meta device, where steps would compute nothing."""
+    """Check that all leaves have values. On the meta device, steps would compute nothing."""
+    refuse_abstract((params, state), "train_step")
     found = [*_by_path(params, "params").items(), *_by_path(state).items()]
     missing = [path for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"]
     if missing:

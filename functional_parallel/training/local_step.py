@@ -112,8 +112,9 @@ class _StepOnShards:
         if skips_untrained(self.step.optimizer.update) and not packing.groups:
             gradients = without(gradients, idle)
         gradients, norm = self._reduced(gradients, leaves)
-        stored = optree.tree_map(shard_for_update, packing.pack(params), places.update, places.whole)
-        masks = optree.tree_map(shard_for_update, packing.masks(idle), places.update, places.whole)
+        packed = packing.pack(params)
+        stored = optree.tree_map(shard_for_update, packed, places.update, places.whole)
+        masks = optree.tree_map(shard_for_update, packing.masks(idle, packed), places.update, places.whole)
         update, after = self._updated(self._optimized(gradients, stored, before, leaves, masks), norm, leaves)
         new = packing.unpack(optree.tree_map(gather_updated, update.params, places.update, places.whole))
         rates = scheduled_rates(self.step.optimizer, before) if self.step.has_norm else None

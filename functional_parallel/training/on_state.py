@@ -17,7 +17,7 @@ from ..ir import leaf_signature, with_short_tracebacks
 from ..lowering import Lowered, Options, lower
 from ..pipelines import PipelineProgram, pipeline_of, stacks_of
 from ..program import Explanation, PassTable, Program
-from ..runtime import copy_if_aliased, refuse_asynchronous, storages
+from ..runtime import copy_if_aliased, moved_to, refuse_asynchronous, storages
 from ..tracing import ProgramCache, disable_ambient_modes
 from .batches import BatchInputs, tensors_of
 from .signatures import listed, structure_as_text
@@ -45,7 +45,7 @@ class StateFunction:
         batch = self.batches.by_place(batch, named)
         self.batches.stay_in_step(runtime, f"calls {self.f.name} on the state of step {state.step}", batch)
         handles = [each for each in state.handles[: form.params.num_leaves] if not isinstance(each, StaticLeaf)]
-        lowered = self._lower(form, state, batch)
+        lowered = self._lower(form, state, moved_to(runtime.device, batch))
         lowered.require_layouts(tensors_of(batch), len(handles))
         extra, shown = self.batches.entered(runtime, lowered.program, self.f.name, batch)
         taken, specs = storages(*handles), lowered.program.out_specs  # a later step writes into the state's memory

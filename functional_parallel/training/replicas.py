@@ -18,7 +18,7 @@ from sharding_specs import Mesh, P
 from .. import random
 from ..collectives import axis_index, axis_size, pmean, psum, pvary
 from ..functions import Layout, LocalFunction, PyTree, SpecTree
-from ..ir import is_trained
+from ..ir import is_trained, scalar_beside
 from ..optim import like_params
 from ..pipelines import pipeline_of
 from ..requests import Replicas, ReplicaState, flat_update, owners_of, state_requests
@@ -50,7 +50,7 @@ def first_replicas(request: Replicas, mesh: Mesh, params: PyTree, state: PyTree)
         return leaf.unsqueeze(0).expand(count, *leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
 
     outer = None if request.outer is None else request.outer.init(params)
-    loss, steps = torch.zeros(count, dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+    loss, steps = stacked(scalar_beside(params, dtype=torch.float64)), scalar_beside(params, 0, torch.int64)
     rows, optimizer = optree.tree_map(stacked, (params, state))
     return ReplicaState(rows, optimizer, outer, loss, steps)
 

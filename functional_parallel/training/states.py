@@ -167,7 +167,7 @@ class StateManager(ABC):
         expected, optimizer_state = (self._with_requests(each, params, saved) for each in (expected, optimizer_state))
         require_state_of(expected, optimizer_state)
         given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
-        loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
+        loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done, device="cpu")}
         runtime = self.runtime()
         check_same(runtime, "train_step.load", loaded)
         if stacks is not None:

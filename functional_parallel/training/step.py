@@ -17,14 +17,14 @@ from sharding_specs import Mesh
 from .. import random
 from ..checkpoint import Copies, Save, tree_to_json
 from ..functions import LocalFunction, PyTree, SpecTree, explain_keywords
-from ..ir import leaf_signature, with_short_tracebacks
+from ..ir import leaf_signature, scalar_beside, with_short_tracebacks
 from ..lowering import ArgumentPaths, Lowered, lower
 from ..optim import Optimizer, counted_on_host, rates
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
 from ..requests import flat_update
-from ..runtime import Origin, check_backend, note_step
+from ..runtime import Origin, check_backend, device_of, moved_to, note_step
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
 from .batches import tensors_of
@@ -155,7 +155,7 @@ class TrainStep(StateManager):
         batch = self.batches.by_place(batch, named)
         note_step(state.step)
         self.batches.stay_in_step(runtime, f"takes step {state.step}", batch)
-        lowered = self._lower(form, state, batch)
+        lowered = self._lower(form, state, moved_to(runtime.device, batch))
         count = sum(not isinstance(handle, StaticLeaf) for handle in state.handles)
         lowered.require_layouts(tensors_of(batch), count)
         extra, shown = self.batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
@@ -213,7 +213,7 @@ class TrainStep(StateManager):
         batch = self.batches.by_place(batch, named)
         self.batches.stay_in_step(runtime, f"replays step {state.step}", batch)
         require_finite_inputs(self, state, batch)
-        lowered = self._lower(form, state, batch)
+        lowered = self._lower(form, state, moved_to(runtime.device, batch))
         extra, _ = self.batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
         held = [handle for handle in self.copy(state).handles if not isinstance(handle, StaticLeaf)]
         with disable_ambient_modes():
@@ -226,7 +226,9 @@ class TrainStep(StateManager):
 
     def _key(self, state: TrainState) -> list[torch.Tensor]:
         seed = self.options.seed
-        return [] if seed is None else [random.fold_in(random.key(seed), state.step)]
+        return (
+            [] if seed is None else [random.fold_in(random.key(seed), state.step).to(device=device_of(state.handles))]
+        )
 
     def compile(self, f: Callable[..., Any]) -> StateFunction:
         """Compile another function of the parameters, to be called on a state. The layout of the parameters stays.
@@ -394,7 +396,7 @@ class TrainStep(StateManager):
         _, state_specs = form.trees(list(form.specs))
         batch = self.batches.global_shapes(params, batch)
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
-        key = torch.zeros((), dtype=torch.int64) if self.options.seed is not None else None
+        key = scalar_beside(params, 0, torch.int64) if self.options.seed is not None else None
         args = (held, batch, key)
         has_norm = not is_asynchronous(self.f.layout, self.mesh)
         local, paths = self._local(form, state_specs, has_norm, exchanges), ArgumentPaths(parameters="0/0", state="0")

@@ -127,7 +127,7 @@ class _Unroll:
         if self._is_barrier(node):
             self._accumulate(node, microbatch)
         elif name == "axis_index" and names_axis(node, self.axis):
-            own[node] = self._constant(torch.tensor(microbatch), node)
+            own[node] = self._constant(torch.tensor(microbatch, device="cpu"), node)
         elif name in CASTS and names_axis(node, self.axis):
             own[node] = own[node.args[0]]
         elif name == "pscatter" and names_axis(node, self.axis):

@@ -58,7 +58,7 @@ class NoPacking:
         """Return the tree: no leaf is in a vector."""
         return packed
 
-    def masks(self, flags: Sequence[bool]) -> PyTree:
+    def masks(self, flags: Sequence[bool], packed: PyTree) -> PyTree:
         """Arrange one flag per leaf in the tree of the parameters."""
         return self.structure.unflatten(flags)
 
@@ -188,11 +188,11 @@ class FlatPacking:
             leaves[number] = leaf
         return self.tree.unflatten(leaves)
 
-    def masks(self, flags: Sequence[bool]) -> FlatBuffers:
+    def masks(self, flags: Sequence[bool], packed: FlatBuffers) -> FlatBuffers:
         """Return a mask per vector: the flag that all its leaves share, else a vector of flags. False for the rest."""
-        return FlatBuffers(
-            tuple(_mask([flags[number] for number in g.leaves], g) for g in self.groups), [False] * len(self.rest)
-        )
+        pairs = zip(self.groups, packed.vectors, strict=True)
+        found = (_mask([flags[number] for number in group.leaves], group, vector.device) for group, vector in pairs)
+        return FlatBuffers(tuple(found), [False] * len(self.rest))
 
     def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
         """Apply the optimizer's update to vectors. It treats each vector as one parameter."""
@@ -315,10 +315,11 @@ def _end_to_end(parts: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:
     return torch.cat(flat)
 
 
-def _mask(flags: Sequence[bool], group: _Group) -> bool | torch.Tensor:
+def _mask(flags: Sequence[bool], group: _Group, device: torch.device) -> bool | torch.Tensor:
     if len(set(flags)) == 1:
         return flags[0]
-    return _end_to_end([torch.full(shape, flag) for flag, shape in zip(flags, group.shapes, strict=True)], group)
+    parts = [torch.full(shape, flag, device=device) for flag, shape in zip(flags, group.shapes, strict=True)]
+    return _end_to_end(parts, group)
 
 
 def _cut(vector: torch.Tensor, group: _Group) -> Iterator[tuple[int, torch.Tensor, int]]:
