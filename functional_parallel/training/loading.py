@@ -45,7 +45,8 @@ def require_state_of(expected: PyTree, given: PyTree) -> None:
 
 
 def require_parameters(params: PyTree, where: str) -> None:
-    """Check that parameters are a pytree of tensors. A leaf of another kind would be treated as a constant."""
+    """Check that parameters are a pytree of tensors with values. Leaves of other kinds would be constants."""
+    refuse_abstract(params, where)
     leaves = optree.tree_leaves(params)
     if leaves and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
@@ -56,8 +57,7 @@ def require_parameters(params: PyTree, where: str) -> None:
 
 
 def require_values(params: PyTree, state: PyTree) -> None:
-    """Check that all leaves have values. On the meta device, steps would compute nothing."""
-    refuse_abstract((params, state), "train_step")
+    """Check that no leaf is on the meta device, where steps would compute nothing."""
     found = [*_by_path(params, "params").items(), *_by_path(state).items()]
     missing = [path for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"]
     if missing:
