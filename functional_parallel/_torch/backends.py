@@ -16,11 +16,12 @@ from .transforms import disable_functorch
 __all__ = ["compile_by_inductor", "fused_adamw_", "has_fused_adamw", "store_of_all_ranks", "timeout_of_all_ranks"]
 
 
-def has_fused_adamw(parameter: torch.Tensor) -> bool:
-    """Whether torch's fused AdamW kernel supports this parameter."""
+def has_fused_adamw(parameter: torch.Tensor, lr: torch.Tensor) -> bool:
+    """Whether torch's fused AdamW kernel supports this parameter and rate. It reads a rate on a device as float32."""
     return (
         hasattr(torch, "_fused_adamw_")
         and parameter.device.type in ("cpu", "cuda")
+        and (lr.device.type == "cpu" or parameter.dtype != torch.float64)
         and parameter.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     )
 
@@ -31,15 +32,20 @@ def fused_adamw_(
     m: list[torch.Tensor],
     v: list[torch.Tensor],
     step: torch.Tensor,
-    lr: float,
+    lr: torch.Tensor,
     beta1: float,
     beta2: float,
     weight_decay: float,
     eps: float,
 ) -> None:
     """Update many parameters in place by torch's fused AdamW. `step` includes this update."""
+    # `Tensor.to` waits for the device where it copies a number to it, and `float` where it reads one from it.
+    device, is_number = p[0].device, step.device.type == "cpu"
+    like = {"dtype": torch.float32, "device": device}
+    count = torch.full((), float(step), **like) if is_number else step.to(**like)  # type: ignore[call-overload]
     options: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
-    torch._fused_adamw_(p, g, m, v, [], [step] * len(p), lr=lr, amsgrad=False, maximize=False, **options)
+    options["lr"] = float(lr) if "cpu" in (lr.device.type, device.type) else lr.to(device, torch.float32)
+    torch._fused_adamw_(p, g, m, v, [], [count] * len(p), amsgrad=False, maximize=False, **options)
 
 
 def timeout_of_all_ranks() -> timedelta | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ __all__ = [
     "grouped_mm",
     "has_derivative",
     "is_composite",
+    "norms",
     "one_by_one",
     "stride_free",
     "under_transforms",
@@ -74,6 +75,13 @@ def as_composed(op: Op, *args: Argument, **kwargs: Argument) -> Argument:
 def one_by_one(op: Op, *args: Argument, **kwargs: Argument) -> Argument:
     """Call a foreach op by torch's device-independent kernel, which calls the other op on every tensor."""
     return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each tensor, at least in float32. On CUDA one kernel reads all tensors of one dtype."""
+    # The public `torch.nn.utils.get_total_norm` has the dtype of the tensors: a norm of 65,520 overflows float16.
+    dtype = torch.float32 if tensors[0].dtype.itemsize < 4 else tensors[0].dtype
+    return list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
 
 
 def _taken(op: Op) -> list[tuple[str, str]]:

@@ -64,6 +64,11 @@ def aval_of(value: torch.Tensor) -> Aval:
 _aval = lru_cache(maxsize=4096)(Aval)
 
 
+def in_main_memory(x: torch.Tensor | Aval) -> bool:
+    """Whether a tensor lies in the processor's memory. Kernels that are tuned for its caches are for such tensors."""
+    return x.device.type == "cpu"
+
+
 def without_memory(leaf: T) -> T | torch.Tensor:
     """Return a tensor of the same shape and dtype on the meta device. Return other leaves unchanged."""
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf

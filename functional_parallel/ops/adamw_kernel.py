@@ -1,7 +1,8 @@
 """Ops for AdamW's update with torch's fused kernel: one for one parameter, one for many parameters in place.
 
-The kernel rounds the elements after the last full vector differently. Both ops therefore pass it full vectors only. The
-update of an element then depends only on its values, and is the same in a parameter and in a shard of it.
+The update of an element depends only on its values, and is the same in a parameter and in a shard of it. The CPU's
+kernel rounds the elements after the last full vector differently, so both ops pass it full vectors only. CUDA's has one
+formula for every element. It is given tensors as they are, and nothing waits for a number on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..ir import define_op
+from ..ir import define_op, in_main_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,7 +57,7 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]
 
 def _adamw_(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Options]) -> list[Tensor]:
     """Update parameters of one dtype on one device, with one call of the fused kernel if there is one."""
-    if _torch.has_fused_adamw(held[0]):
+    if _torch.has_fused_adamw(held[0], options[1]):
         _fused(held, g, *options)
     else:
         rows = zip(*_by_kind(held), g, strict=True)
@@ -74,13 +75,17 @@ def _by_kind(held: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
 
 def _fused(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Options]) -> None:
     step, lr, beta1, beta2, eps, decay = options
-    pieces = [_in_vectors(x) for x in held]
+    split = _in_vectors if in_main_memory(held[0]) else _as_it_is
+    pieces = [split(x) for x in held]
     p, m, v = ([piece for each in kind for piece in each] for kind in _by_kind(pieces))
-    gradients = [piece for x in g for piece in _in_vectors(x)]
-    steps = step.to(p[0].device, torch.float32)
-    _torch.fused_adamw_(p, gradients, m, v, steps, float(lr), beta1, beta2, decay, eps)
+    gradients = [piece for x in g for piece in split(x)]
+    _torch.fused_adamw_(p, gradients, m, v, step, lr, beta1, beta2, decay, eps)
     for x, each in zip(held, pieces, strict=True):
         _put_back(x, each)
+
+
+def _as_it_is(x: Tensor) -> list[Tensor]:
+    return [x.contiguous()]
 
 
 def _in_vectors(x: Tensor) -> list[Tensor]:
@@ -101,7 +106,7 @@ def _put_back(x: Tensor, pieces: Sequence[Tensor]) -> None:
     left = count % _VECTOR
     if not x.is_contiguous():
         x.copy_(torch.cat([piece.reshape(-1) for piece in pieces])[:count].view(x.shape))
-    elif left:
+    elif pieces[-1] is not x:
         x.view(-1)[count - left :] = pieces[-1][:left]
 
 

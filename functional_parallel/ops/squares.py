@@ -1,4 +1,8 @@
-"""Sum of squares of many tensors as one op. It allocates no temporary of the size of a large tensor."""
+"""Sum of squares of many tensors as one op. It allocates no temporary of the size of a large tensor.
+
+The processor squares a block of elements while it is in its cache. On other devices a kernel takes longer to start than
+to add a block, so one kernel reads all tensors of a dtype.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..ir import as_real, define_op
+from ..ir import as_real, define_op, in_main_memory
 
 _BLOCK = 1 << 16  # elements squared at a time: they stay in the processor's cache
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, a scalar. Each tensor is summed separately, in blocks.
+    """Return the sum of the squares of all elements, a scalar. Each tensor is summed separately.
 
     Of complex numbers, the real and imaginary components are squared. Squares are computed at least in float32, because
     the square of a number above 255 overflows float16.
@@ -39,7 +43,16 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, map(_sum_of_one, tensors))
+    return functools.reduce(torch.add, map(_sum_of_one, tensors)) if in_main_memory(tensors[0]) else _at_once(tensors)
+
+
+def _at_once(tensors: Sequence[Tensor]) -> Tensor:
+    """Square torch's norms of the tensors of each dtype, as `torch.nn.utils.clip_grad_norm_` computes them."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for x in tensors:
+        alike.setdefault(x.dtype, []).append(x)
+    sums = (torch.stack(_torch.norms(of_dtype)).square().sum() for of_dtype in alike.values())
+    return functools.reduce(torch.add, sums)
 
 
 def _sum_of_one(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..ir import define_op
+from ..ir import define_op, in_main_memory
 
 Counts = dict[str, int]  # the number of updates done, by the name of the function that reads it
 
@@ -52,7 +52,7 @@ def _name_of(function: Callable[[Any], Any]) -> str:
 
 
 def _kernel(updates: torch.Tensor, name: str) -> torch.Tensor:
-    if _is_in_main_memory(updates):
+    if in_main_memory(updates):
         rates = [_rate(name, round(count)) for count in updates.reshape(-1).tolist()]
         return torch.tensor(rates, dtype=torch.float64, device=updates.device).reshape(updates.shape)
     counts = _counts.get()
@@ -63,10 +63,6 @@ def _kernel(updates: torch.Tensor, name: str) -> torch.Tensor:
     known = counts[name]
     rate = torch.full_like(updates, _rate(name, known), dtype=torch.float64)
     return torch.where(updates == known, rate, torch.nan)
-
-
-def _is_in_main_memory(updates: torch.Tensor) -> bool:
-    return updates.device.type == "cpu"
 
 
 def _read(updates: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..collectives import State
-from ..ir import Aval, AxisSet, Traced, axes_of_nodes, info
+from ..ir import Aval, AxisSet, Traced, axes_of_nodes, in_main_memory, info
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.
 
 def fuses(like: Aval) -> bool:
     """Whether a product with this device and dtype is written into its sum. The answer is equal on all machines."""
-    return like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64)
+    return not in_main_memory(like) or like.dtype not in (torch.float32, torch.float64)
 
 
 def _is_given_up(total: fx.Node, node: fx.Node, axes: Mapping[fx.Node, AxisSet]) -> bool:

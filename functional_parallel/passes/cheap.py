@@ -19,7 +19,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, operands_of
+from ..ir import Traced, in_main_memory, info, operands_of
 from ..program import Storage, StorageTable, view_base
 from .base import Phase, ProgramPass
 from .recompute import forward_nodes, insert_recompute
@@ -30,9 +30,9 @@ _CHEAP = {aten._to_copy.default, aten.native_layer_norm.default, aten.embedding.
 if hasattr(aten, "_fused_rms_norm"):
     _CHEAP.add(aten._fused_rms_norm.default)
 
-# The launch of an op costs some 10 µs, the time in which a CPU moves this number of bytes. Below that, the launch
-# dominates the cost of the op, and only many such values together would make a difference.
-LEAST = 128 << 10
+# The launch of an op costs some 10 µs, the time in which a CPU or a GPU moves this number of bytes. Below that, the
+# launch dominates the cost of the op, and only many such values together would make a difference.
+_LEAST, _LEAST_ON_DEVICES = 128 << 10, 16 << 20
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class CheapValues:
     def _operands_of_copy(self, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
         """Map operands to the value that a copy of `node` would read: it or its copy. None if `node` must stay."""
         own = self.ledger.made_by(node)
-        if sum(self.ledger.sizes[storage] for storage in own) < LEAST or not self.may_drop(node):
+        least = _LEAST if in_main_memory(info(node).result(0)) else _LEAST_ON_DEVICES
+        if sum(self.ledger.sizes[storage] for storage in own) < least or not self.may_drop(node):
             return None
         when = self._needed(own)
         if when is None:

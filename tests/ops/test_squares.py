@@ -7,8 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from functional_parallel.ops import squares
 from functional_parallel.ops.squares import _BLOCK, sum_of_squares
 from functional_parallel.testing.tracker import tracked
+from tests.private_torch.count import Count
+
+aten = torch.ops.aten
 
 
 @settings(max_examples=20)
@@ -55,3 +59,40 @@ def test_it_makes_nothing_that_a_program_would_have_to_hold() -> None:
     with tracked(x) as tracker:
         result = sum_of_squares([x])
     assert tracker.peak == 4 * x.numel() + result.nbytes
+
+
+@st.composite
+def tensors_of_a_device(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Integers of several dtypes, among them tensors that are empty, or complex, or not contiguous."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    found = []
+    for _ in range(draw(st.integers(1, 5))):
+        shape = draw(st.lists(st.integers(0, 5), max_size=3))
+        x = torch.randint(-9, 10, shape, generator=generator)
+        dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]))
+        x = (x + 2j * x).to(dtype) if dtype.is_complex else x.to(dtype)
+        found.append(draw(st.sampled_from([x, x.mT if x.ndim > 1 else x, x[..., ::2] if x.ndim else x])))
+    return found
+
+
+@settings(max_examples=50)
+@given(tensors=tensors_of_a_device())
+def test_the_form_of_other_devices_is_that_of_the_cpu(tensors: list[torch.Tensor]) -> None:
+    wanted = sum_of_squares(tensors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(squares, "in_main_memory", lambda x: False)
+        found = sum_of_squares(tensors)
+    assert found.dtype == wanted.dtype and found.shape == ()
+    torch.testing.assert_close(found, wanted, rtol=8 * torch.finfo(torch.float32).eps, atol=0)
+
+
+def test_other_devices_read_many_large_tensors_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(squares, "in_main_memory", lambda x: False)
+    tensors = [torch.full((size,), 256.0, dtype=torch.float16) for size in (3, 5 * _BLOCK, 7)]
+    with Count() as mode:
+        found = squares._sum(tensors)
+    assert found == (5 * _BLOCK + 10) * 256.0**2
+    assert mode.seen == [
+        aten._foreach_norm.Scalar,
+        *(aten.stack.default, aten.pow.Tensor_Scalar, aten.sum.default),
+    ]

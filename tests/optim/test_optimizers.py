@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import functional_parallel as fp
 from functional_parallel import _torch
 from functional_parallel.ir.trained import as_real
+from functional_parallel.ops import adamw_kernel
 from functional_parallel.ops.adamw_kernel import ADAMW, ADAMW_IN_PLACE, _formula
+from tests.private_torch.count import Count
 
 STEPS = 10
 
@@ -260,7 +262,9 @@ def test_an_update_of_parts_is_the_parts_of_the_update(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_fused_kernel_is_the_formula(dtype: torch.dtype) -> None:
     p, g, m, v = (torch.randn(4099, dtype=dtype) for _ in range(4))  # 4099: a tail that the vector loop leaves over
-    assert _torch.has_fused_adamw(p), "this machine's torch has the kernel, so it is the one that runs"
+    assert _torch.has_fused_adamw(p, torch.tensor(0.01)), (
+        "this machine's torch has the kernel, so it is the one that runs"
+    )
     args = (p, g, m, v * v, torch.tensor(3.0), torch.tensor(0.01, dtype=torch.float64), 0.9, 0.95, 1e-8, 0.1)
     tolerance = 8 * torch.finfo(dtype).eps
     assert_close(ADAMW(*args), _formula(*args), tolerance)
@@ -291,6 +295,24 @@ def test_many_parameters_in_place_get_the_bits_of_one_at_a_time(
     ):
         assert torch.equal(x, want)
         assert x.data_ptr() == held.data_ptr()
+
+
+@pytest.mark.parametrize("crosswise", [False, True])
+def test_other_devices_update_tensors_as_they_are(crosswise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the CPU's kernel needs full vectors. On a GPU each copy of a part of a tensor is a kernel."""
+    monkeypatch.setattr(adamw_kernel, "in_main_memory", lambda x: False)
+    rows = [tuple(torch.rand(3, size, dtype=torch.float64) for _ in range(4)) for size in (7, 70)]
+    rows = [tuple(x.t() for x in row) for row in rows] if crosswise else rows
+    options = (torch.tensor(3.0), torch.tensor(0.01, dtype=torch.float64), 0.9, 0.95, 1e-8, 0.1)
+    wanted = [x for kind in zip(*(_formula(*row, *options) for row in rows), strict=True) for x in kind]
+    p, g, m, v = zip(*rows, strict=True)
+    with Count() as mode:
+        found = adamw_kernel._adamw_([*p, *m, *v], g, *options)
+    assert all(a is b for a, b in zip(found, [*p, *m, *v], strict=True))
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, b, 8 * torch.finfo(torch.float64).eps)
+    seen = [op for op in mode.seen if op is not torch.ops.aten._local_scalar_dense.default]
+    assert crosswise or seen == [torch.ops.aten.full.default, torch.ops.aten._fused_adamw_.default]
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 3])

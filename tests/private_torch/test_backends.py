@@ -16,14 +16,17 @@ aten = torch.ops.aten
 def test_the_fused_adamw_is_adamw() -> None:
     torch.manual_seed(0)
     p, g = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
-    assert _torch.has_fused_adamw(p) and not _torch.has_fused_adamw(torch.ones(2, dtype=torch.complex64))
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    assert _torch.has_fused_adamw(p, rate) and not _torch.has_fused_adamw(p.to(torch.complex64), rate)
+    on_a_device = torch.empty((), device="meta")  # which the kernel would read as float32
+    assert not _torch.has_fused_adamw(p, on_a_device) and _torch.has_fused_adamw(p.float(), on_a_device)
     theirs = p.clone().requires_grad_()
     optimizer = torch.optim.AdamW([theirs], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, foreach=False)
     m, v = torch.zeros_like(p), torch.zeros_like(p)
     for step in (1, 2, 3):
         theirs.grad = g * step
         optimizer.step()
-        _torch.fused_adamw_([p], [g * step], [m], [v], torch.tensor(float(step)), 0.1, 0.8, 0.9, 0.3, 1e-6)
+        _torch.fused_adamw_([p], [g * step], [m], [v], torch.tensor(float(step)), rate, 0.8, 0.9, 0.3, 1e-6)
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-12, atol=0)
 
 

@@ -115,3 +115,12 @@ def test_grouped_products_are_reached_by_the_name_that_a_trace_intercepts() -> N
     found = _torch.grouped_mm(a, b, offs=ends)
     torch.testing.assert_close(found, torch.cat([a[:1] @ b[0], a[1:] @ b[1]]))
     assert torch.equal(torch.nn.functional.grouped_mm(a, b, offs=ends), found)
+
+
+def test_norms_are_at_least_float32() -> None:
+    """torch's multi-tensor kernel, which takes the dtype of the result."""
+    with Count() as mode:
+        narrow = _torch.norms([torch.full((4,), 6e4, dtype=torch.float16), torch.zeros(0, dtype=torch.float16)])
+    assert mode.seen.count(aten._foreach_norm.Scalar) == 1
+    assert [x.dtype for x in narrow] == [torch.float32] * 2 and [x.item() for x in narrow] == [120000.0, 0.0]
+    assert _torch.norms([torch.tensor([3.0, 4.0], dtype=torch.float64)])[0].item() == 5.0
