@@ -32,7 +32,7 @@ if hasattr(aten, "_fused_rms_norm"):
 
 # The launch of an op costs some 10 µs, the time in which a CPU or a GPU moves this number of bytes. Below that, the
 # launch dominates the cost of the op, and only many such values together would make a difference.
-_LEAST, _LEAST_ON_DEVICES = 128 << 10, 16 << 20
+LEAST, LEAST_ON_DEVICES = 128 << 10, 16 << 20
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class CheapValues:
     def _operands_of_copy(self, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
         """Map operands to the value that a copy of `node` would read: it or its copy. None if `node` must stay."""
         own = self.ledger.made_by(node)
-        least = _LEAST if in_main_memory(info(node).result(0)) else _LEAST_ON_DEVICES
+        least = LEAST if in_main_memory(info(node).result(0)) else LEAST_ON_DEVICES
         if sum(self.ledger.sizes[storage] for storage in own) < least or not self.may_drop(node):
             return None
         when = self._needed(own)
