@@ -1,9 +1,8 @@
 """Random numbers keyed by seed, site, step and global position. Every mesh draws the same numbers.
 
 A draw is a pure function: it hashes the key and the position of the element in the full tensor. Sharding a value only
-changes the positions that a rank draws. In a traced forward a draw is one op, `torch.ops.fp.uniform`. The partitioner
-adds the splits to its arguments. At run time it is integer arithmetic (the finaliser of SplitMix64, Steele, Lea &
-Flood, OOPSLA 2014).
+changes the positions that a rank draws. In a traced forward a draw is one op, `torch.ops.fp.uniform`, or for dropout
+`torch.ops.fp.kept`. The partitioner adds the splits to its arguments. `draws` has its definition and its kernels.
 
 Models draw from the ambient key, set by `with fp.random.using(key)`; `train_step(seed=…)` enters it in each step. Each
 call of `dropout` or `next_key` is a separate site. Sites are numbered in the order of the trace. A model may also pass
@@ -13,24 +12,23 @@ a key.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from . import _torch
-from .collectives import DimSplit, axis_index, axis_size
+from .collectives import keeping_grad_mode
+from .draws import GOLDEN, defined_kept, defined_uniform, kept, mixed
+from .draws import uniform as drawn_uniform
 from .errors import RandomKeyError
-from .ir import define_op
+from .ir import define_op, register_differentiable
 from .tracing import intercept, intercept_op, is_kept
 
 __all__ = ["dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
-
-
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def key(seed: int) -> torch.Tensor:
@@ -43,7 +41,7 @@ def key(seed: int) -> torch.Tensor:
     Args:
         seed: any signed 64-bit integer.
     """
-    return _mix(torch.tensor(seed, dtype=torch.int64, device="cpu") + _GOLDEN)
+    return mixed(torch.tensor(seed, dtype=torch.int64, device="cpu") + GOLDEN)
 
 
 def fold_in(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
@@ -58,7 +56,7 @@ def fold_in(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
         number: number of the derived key. It may be a tensor, such as `axis_index`.
     """
     number = torch.as_tensor(number, dtype=torch.int64, device=key.device)
-    return _mix(key * _GOLDEN + _mix(number + _GOLDEN))  # not symmetric: step 1 of seed 0 is not step 0 of seed 1
+    return mixed(key * GOLDEN + mixed(number + GOLDEN))  # not symmetric: step 1 of seed 0 is not step 0 of seed 1
 
 
 def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -121,14 +119,29 @@ def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None)
         return x
     if p == 1:
         return x * 0
-    kept = ~happens(p, x, next_site("dropout") if key is None else key)
-    return x * (kept.to(x.dtype) / (1 - p))
+    return _scaled(x, _kept(p, x, next_site("dropout") if key is None else key), 1 / (1 - p))
 
 
 def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Draw for each element of `x` whether an event of probability `p` happens."""
+    if not isinstance(p, torch.Tensor):
+        return ~_kept(p, x, key)
     like = torch.empty_like(x, dtype=torch.float32) if x.dtype.itemsize < 4 else x  # enough digits to hit p
     return uniform(key, like) < p
+
+
+def _scaled(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return x · kept · scale. torch's kernel for the gradient of its own dropout computes this product at once."""
+    with keeping_grad_mode():
+        return _apply_scaled(x, kept, scale)
+
+
+def _kept(p: float, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Draw for each element of `x` whether an event of probability `p` does not happen."""
+    if not 0 < p < 1:
+        return torch.full_like(x, p <= 0, dtype=torch.bool)
+    drawn: torch.Tensor = KEPT(x.detach(), key.to(x.device), list(x.shape), [], [], p)
+    return drawn
 
 
 @dataclass
@@ -209,67 +222,79 @@ def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tupl
     """Replace the CUDA kernel of dropout, which returns the result and the mask of kept elements."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = ~happens(p, x, next_site("dropout"))
-    return x * kept / (1 - p) if p < 1 else x * 0, kept
-
-
-def _uniform(
-    like: torch.Tensor, key: torch.Tensor, shape: Sequence[int], axes: Sequence[str], splits: Sequence[int]
-) -> torch.Tensor:
-    """Draw the numbers at this rank's positions of a tensor of global shape `shape`.
-
-    `splits` has three numbers per axis, innermost transform first: dim, outer, samples. The dim is viewed as (outer,
-    samples, rest), and a rank has its chunk of the samples. Each of several keys gives separate numbers. The dims of
-    `key` precede those of `like`.
-    """
-    position, stride = torch.zeros((), dtype=torch.int64, device=like.device), 1
-    cuts = list(zip(axes, splits[0::3], splits[1::3], splits[2::3], strict=True))
-    for dim in reversed(range(len(shape))):
-        length = like.shape[dim]
-        index = torch.arange(length, device=like.device)
-        for axis, where, outer, samples in reversed(cuts):
-            if where == dim:
-                parts = DimSplit(axis_size(axis), samples)
-                index = parts.whole_position(index, axis_index(axis), length, outer)
-                length = parts.whole(length)
-        position = position + (index * stride).reshape([-1 if d == dim else 1 for d in range(len(shape))])
-        stride *= shape[dim]
-    bits = _mix(_mix(position * _GOLDEN + key.reshape([*key.shape, *[1] * len(shape)])))
-    digits = 53 if like.dtype == torch.float64 else 24 if like.dtype == torch.float32 else 8
-    whole = (bits >> (64 - digits)) & ((1 << digits) - 1)
-    return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand([*key.shape, *like.shape])
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Apply the finaliser of SplitMix64 to int64. Its multiplication wraps around."""
-    x = (x ^ _shifted(x, 30)) * _MIX_1
-    x = (x ^ _shifted(x, 27)) * _MIX_2
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right logically. torch's shift is arithmetic."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    kept = _kept(p, x, next_site("dropout"))
+    return _scaled(x, kept, 1 / (1 - p)) if p < 1 else x * 0, kept
 
 
 def _vmap(
+    op: Any,
     info: _torch.VmapInfo,
     in_dims: Sequence[int | None],
     like: torch.Tensor,
     key: torch.Tensor,
-    *where: Sequence[int] | Sequence[str],
+    *where: Sequence[int] | Sequence[str] | float,
 ) -> tuple[torch.Tensor, int | None]:
     """Map over keys. Only the shape, dtype and device of `like` matter, so a mapped `like` is reduced to one entry."""
     of_like, of_key, *_ = in_dims
     one = like if of_like is None else like.select(of_like, 0)
     keys = key if of_key is None else key.movedim(of_key, 0)
-    return OP(one, keys, *where), None if of_key is None else 0
+    return op(one, keys, *where), None if of_key is None else 0
 
 
 OP = define_op(
     "uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits) -> Tensor",
-    lambda *args: _uniform(*args).contiguous(),
+    drawn_uniform,
     lambda like, key, *_: like.new_empty(key.shape + like.shape),
-    _uniform,
+    defined_uniform,
 )
-torch.library.register_vmap("fp::uniform", _vmap)
+KEPT = define_op(
+    "kept(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits, float p) -> Tensor",
+    kept,
+    lambda like, key, *_: like.new_empty(key.shape + like.shape, dtype=torch.bool),
+    defined_kept,
+)
+torch.library.register_vmap("fp::uniform", partial(_vmap, OP))
+torch.library.register_vmap("fp::kept", partial(_vmap, KEPT))
+
+
+# --- The product of dropout, which is its own transpose. torch's op has no forward derivative ---
+
+
+class _Context(_torch.FunctionContext):
+    scale: float
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+        product: torch.Tensor = _PRODUCT(x, kept, scale)
+        return product
+
+    @staticmethod
+    def setup_context(ctx: _Context, inputs: tuple[torch.Tensor, torch.Tensor, float], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+        ctx.scale = inputs[2]
+
+    @staticmethod
+    def backward(ctx: _Context, cotangent: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _scaled(cotangent, ctx.saved_tensors[0], ctx.scale), None, None
+
+    @staticmethod
+    def jvp(ctx: _Context, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return _scaled(tangent, ctx.saved_tensors[0], ctx.scale)
+
+    @staticmethod
+    def vmap(
+        info: _torch.VmapInfo, in_dims: _torch.InDims, x: torch.Tensor, kept: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, int]:
+        x, kept = (
+            each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
+            for each, dim in zip((x, kept), in_dims, strict=False)
+        )
+        return _scaled(x, kept, scale), 0
+
+
+_apply_scaled: Callable[..., torch.Tensor] = _Scaled.apply
+_PRODUCT = torch.ops.aten.native_dropout_backward.default
+register_differentiable(_PRODUCT, _scaled)

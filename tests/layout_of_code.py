@@ -43,6 +43,7 @@ ORDER = [
     "ir",
     "tracing",
     "rules",
+    "draws",
     "random",
     "ops",
     "checker",

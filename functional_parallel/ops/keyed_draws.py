@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..random import OP, happens, next_site, normal, uniform
+from ..random import KEPT, OP, happens, next_site, normal, uniform
 from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
 from ..tracing import intercept_op
 
@@ -222,11 +222,12 @@ def _local(
     shape: Sequence[int],
     axes: Sequence[str],
     splits: Sequence[int],
+    *p: float,
 ) -> Tensor:
     place = step.decision.operands[0]
     if isinstance(place, Shard):
         axes, splits = [*axes, step.axis], [*splits, place.dim, place.outer, step.parts.samples]
-    return step.run(like, key, shape, axes, splits)
+    return step.run(like, key, shape, axes, splits, *p)
 
 
-rule([OP], Rule(decide=_decide, local=_local))
+rule([OP, KEPT], Rule(decide=_decide, local=_local))

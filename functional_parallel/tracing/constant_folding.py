@@ -134,15 +134,19 @@ def _needed(node: fx.Node) -> Sequence[fx.Node]:
 def _certain(node: fx.Node) -> bool | None:
     """Return the result of comparing a uniform draw with a bound, if it is the same for all draws in [0, 1)."""
     compare = _COMPARISONS.get(node.target)
-    if compare is None or not draws(node.args[0]) or not isinstance(node.args[1], (int, float)):
+    if (
+        compare is None
+        or str(node.args[0].target) != "fp.uniform.default"
+        or not isinstance(node.args[1], (int, float))
+    ):
         return None
     low, high = compare(0.0, node.args[1]), compare(math.nextafter(1.0, 0.0), node.args[1])
     return low if low == high else None
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node draws uniform numbers from [0, 1)."""
-    return str(node.target) == "fp.uniform.default"
+    """Whether a node draws random numbers."""
+    return str(node.target) in ("fp.uniform.default", "fp.kept.default")
 
 
 def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:

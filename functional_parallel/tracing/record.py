@@ -251,7 +251,8 @@ def _has_tensor(result: Argument) -> bool:
 
 def _is_of_a_user(func: _torch.Op) -> bool:
     """Whether an op has a user's rule with a differentiable function."""
-    return differentiable_form(func) is not None and func.namespace != "fp"
+    form = differentiable_form(func)
+    return form is not None and func.namespace != "fp" and form.__module__.split(".")[0] != _PACKAGE
 
 
 # --- Zero tangents. torch creates them without memory and computes only their shapes; a trace records them as zeros ---

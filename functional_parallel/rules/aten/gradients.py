@@ -38,6 +38,7 @@ rule(
     ],
     Rule(linear_text("~.")),
 )
+rule([aten.native_dropout_backward.default], Rule(linear_text("~.")))
 rule([aten.log_sigmoid_backward.default], Rule(_with_buffer_text))
 rule([aten._prelu_kernel_backward.default], Rule(pointwise_text))
 
