@@ -153,9 +153,46 @@ def _slice_scatter(
     return result
 
 
+def _by_formula(op: Op) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        formula = decomposition_of(op)
+        assert formula is not None
+        return formula(*args, **kwargs)
+
+    return run
+
+
+def _rnn_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    """Compute `mkldnn_rnn_layer_backward` by the differentiable backward of the forward op."""
+    *tensors, _, _, _, of_output, of_hidden, of_cell = args[:13]
+    reverse, mode, hidden_size, layers, biases, train, bidirectional, batch_sizes, batch_first, _ = args[13:]
+    options = (reverse, batch_sizes, mode, hidden_size, layers, biases, bidirectional, batch_first, train)
+
+    def forward(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...] = torch.ops.aten.mkldnn_rnn_layer.default(*tensors, *options)[:3]
+        return found
+
+    results, pull, *_ = torch.func.vjp(forward, *tensors)
+    given = zip((of_output, of_hidden, of_cell), results, strict=True)
+    cotangents = tuple(torch.zeros_like(result) if each is None else each for each, result in given)
+    gradients: tuple[torch.Tensor, ...] = pull(cotangents)
+    return gradients
+
+
+# torch has no derivatives of these backward ops. A trace has them where it takes first derivatives only
+# (`fused_backwards`), but its program may be differentiated once more.
+_BACKWARDS = ("silu", "mish", "logit", "native_group_norm", "_fused_rms_norm")
+
 _UNDER_TRANSFORMS = {
     torch.ops.aten.addmm_.default: functional_variant(torch.ops.aten.addmm_.default),
     torch.ops.aten.slice_scatter.default: _slice_scatter,
+    torch.ops.aten._weight_norm_interface_backward.default: torch.ops.aten._weight_norm_differentiable_backward.default,
+    torch.ops.aten.mkldnn_rnn_layer_backward.default: _rnn_backward,
+    **{
+        op: _by_formula(op)
+        for op in (getattr(torch.ops.aten, f"{name}_backward", None) for name in _BACKWARDS)
+        for op in ([] if op is None else [op.default])
+    },
 }
 
 

@@ -8,10 +8,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch._functorch.eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
-from .threads import of_thread, pushed
+from .threads import Replacement, of_thread, pushed
 
 __all__ = [
     "TorchDispatchMode",
@@ -22,6 +23,7 @@ __all__ = [
     "disable_modes",
     "disable_torch_function",
     "dispatch_modes",
+    "fused_backwards",
     "has_functorch_level",
     "is_above_autograd",
     "is_functorch_wrapped",
@@ -116,6 +118,28 @@ def needs_higher_derivatives() -> bool:
     keys = [*chain(*_around()), *_level_keys()]
     kinds = torch._C._functorch.TransformType
     return kinds.Jvp in keys or keys.count(kinds.Grad) > 1
+
+
+@contextmanager
+def fused_backwards() -> Iterator[None]:
+    """Let an outermost `torch.func.grad` inside use torch's fused backward ops, which have no derivative themselves."""
+    # torch.func makes every gradient differentiable. For a group norm, SiLU and others, torch then decomposes the
+    # backward into many ops. A plain `loss.backward()` does not.
+    with _replaced.active(), pushed(_fused(), True):
+        yield
+
+
+def _fused() -> list[bool]:
+    return of_thread("fused backwards", list)
+
+
+def _autograd_grad(*args: Any, create_graph: bool = True, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    once = bool(_fused()) and len([*chain(*_around()), *_level_keys()]) == 1
+    found: tuple[torch.Tensor, ...] = _replaced.originals[0](*args, create_graph=create_graph and not once, **kwargs)
+    return found
+
+
+_replaced = Replacement((torch._functorch.eager_transforms, "_autograd_grad", _autograd_grad))
 
 
 def counting_levels() -> AbstractContextManager[None]:

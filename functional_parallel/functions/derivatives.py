@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -276,8 +277,9 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
             return value, [leaf for leaf in flat_aux if isinstance(leaf, torch.Tensor)]
 
         inputs = [leaves[index] for index in moving]
-        gradients, (value, aux) = torch.func.grad_and_value(flat, has_aux=True)(inputs)
         active = recorder()
+        with _torch.fused_backwards() if active is not None and not active.is_differentiated else nullcontext():
+            gradients, (value, aux) = torch.func.grad_and_value(flat, has_aux=True)(inputs)
         if active is not None and isinstance(active.on_node, Typing):
             _note_unused(active, inputs, gradients)
         by_leaf = dict(zip(moving, gradients, strict=True))

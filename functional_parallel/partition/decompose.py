@@ -15,6 +15,7 @@ from torch import fx
 
 from .. import _torch
 from ..ir import Aval, Traced, info, tensor_operands, update_info, walk_args
+from ..rules import batch_norm_formula
 from ..tracing import trace
 from .preparation import prepare
 
@@ -29,10 +30,12 @@ _OPS = {  # ops that run unchanged on shards have rules in rules.aten.gradients 
     )
 }
 
+_FORMULAS = {aten.native_batch_norm.default: batch_norm_formula}
+
 
 def decomposed(node: fx.Node) -> Traced | None:
     """Return a graph from the tensor operands of a backward op to its results, or None if it has no decomposition."""
-    formula = _torch.decomposition_of(node.target) if node.target in _OPS else None
+    formula = _FORMULAS.get(node.target) or (_torch.decomposition_of(node.target) if node.target in _OPS else None)
     if formula is None:
         return None
     avals: list[Aval] = [info(operand).aval for operand in tensor_operands(node)]

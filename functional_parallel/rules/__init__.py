@@ -1,7 +1,7 @@
 """Sharding rules of ops: layouts along an axis, conversions, notation, table of rules, and rules of torch's ops."""
 
 from .aten.losses import cross_entropy
-from .aten.norms import batch_norm
+from .aten.norms import batch_norm, batch_norm_formula
 from .aten.shapes import reshaped_place
 from .axis_layout import PARTIAL, REDUCED, REPLICATED, AxisLayout, Owned, Reduced, Replicated, Shard
 from .convert import REPLICATED_VARYING, TargetLayout, convert

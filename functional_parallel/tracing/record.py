@@ -219,6 +219,11 @@ class Recorder(Writer):
             self.write(func, args, kwargs, result)
         return result
 
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether derivatives of this trace, or of one around it, will be taken."""
+        return self.forward_only or (isinstance(self.outer, Recorder) and self.outer.is_differentiated)
+
     def _known(self, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
         result = fold_constants(self, func, args, kwargs)
         if isinstance(result, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Rules of normalisation. Batch and instance norm are recorded as sums, so batch norm of a sharded batch is SyncBN."""
+"""Rules of normalisation. Of a sharded batch, batch norm is decomposed into means over all ranks, which is SyncBN."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
+from ... import _torch
 from ...tracing import Replaced, intercept
 from ..op_context import OpContext
 from ..registry import Rule, rule
@@ -67,29 +68,47 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute `F.batch_norm` by ops that have sharding rules. Training uses the statistics of the global batch.
+    """Compute `F.batch_norm` as one op, or by its formula inside a derivative that a loss takes.
+
+    The op has no rule. `partition` decomposes it into the formula if an operand is sharded.
 
     The input has shape (batch, channels, …). Running statistics are updated in place, like torch does.
     """
-    shape = [1, -1] + [1] * (input.ndim - 2)
-    dims = [0, *range(2, input.ndim)]
-    if training or running_mean is None or running_var is None:
-        mean = input.mean(dims)
-        centred = input - mean.reshape(shape)
+    own = training or running_mean is None or running_var is None
+    normed = batch_norm_formula if _torch.differentiating_level() else aten.native_batch_norm.default
+    if not own:
+        return normed(input, weight, bias, running_mean, running_var, False, 0.0, eps)[0]
+    result, mean, rstd = normed(input, weight, bias, None, None, True, 0.0, eps)
+    if running_mean is not None and running_var is not None:
+        count = input.numel() // input.shape[1]
+        variance = rstd.detach().square().reciprocal() - eps
+        running_mean.copy_(running_mean * (1 - momentum) + mean.detach() * momentum)
+        running_var.copy_(running_var * (1 - momentum) + variance * (count / max(count - 1, 1)) * momentum)
+    return result
+
+
+def batch_norm_formula(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `native_batch_norm` without an update of statistics, by ops that have sharding rules and derivatives."""
+    shape, dims = [1, -1] + [1] * (x.ndim - 2), [0, *range(2, x.ndim)]
+    if mean is None or variance is None:
+        mean = x.mean(dims)
+        centred = x - mean.reshape(shape)
         variance = (centred * centred).mean(dims)
-        if running_mean is not None and running_var is not None:
-            count = input.numel() // input.shape[1]
-            running_mean.copy_(running_mean * (1 - momentum) + mean.detach() * momentum)
-            unbiased = variance.detach() * (count / max(count - 1, 1))
-            running_var.copy_(running_var * (1 - momentum) + unbiased * momentum)
     else:
-        centred, variance = input - running_mean.reshape(shape), running_var
-    return _scaled(centred * torch.rsqrt(variance + eps).reshape(shape), weight, bias, shape)
-
-
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int]) -> Tensor:
+        centred = x - mean.reshape(shape)
+    rstd = torch.rsqrt(variance + eps)
+    x = centred * rstd.reshape(shape)
     x = x * weight.reshape(shape) if weight is not None else x
-    return x + bias.reshape(shape) if bias is not None else x
+    return x + bias.reshape(shape) if bias is not None else x, mean, rstd
 
 
 @intercept(torch.nn.functional.instance_norm, always=True)
@@ -107,6 +126,7 @@ def instance_norm(
     # With running statistics, torch's function is recorded.
     if running_mean is not None or not use_input_stats or input.ndim < 3:
         return NotImplemented
-    dims, shape = list(range(2, input.ndim)), [1, -1] + [1] * (input.ndim - 2)
-    centred = input - input.mean(dims, keepdim=True)
-    return _scaled(centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps), weight, bias, shape)
+    samples = input.shape[0]
+    weight, bias = (None if each is None else each.repeat(samples) for each in (weight, bias))
+    found = batch_norm(input.reshape(1, -1, *input.shape[2:]), None, None, weight, bias, True, eps=eps)
+    return found.reshape(input.shape)
