@@ -11,7 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...functions import PyTree
-from .tables import FP32_OPS, LOSSES, LOW_PRECISION_OPS, PROMOTE_OPS, WIDE_RANGE_OPS, functions_named
+from ...ir import in_main_memory
+from .tables import FP32_INSIDE, FP32_OPS, LOSSES, LOW_PRECISION_OPS, PROMOTE_OPS, WIDE_RANGE_OPS, functions_named
 
 Op = Callable[..., PyTree]
 Args = tuple[PyTree, ...]
@@ -19,6 +20,7 @@ Kwargs = dict[str, PyTree]
 
 _products = functools.cache(lambda: functions_named(LOW_PRECISION_OPS))
 _islands = functools.cache(lambda: functions_named(FP32_OPS))
+_fp32_inside = functools.cache(lambda: functions_named(FP32_INSIDE))
 _far = functools.cache(lambda: functions_named(WIDE_RANGE_OPS))
 _losses = functools.cache(lambda: functions_named(LOSSES))
 _same_type = functools.cache(lambda: functions_named(PROMOTE_OPS))
@@ -36,7 +38,7 @@ class PrecisionMode(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.kept = {id(tensor): tensor for tensor in kept}  # references keep the ids unique
-        self.islands = _islands() | islands
+        self.islands, self.asked = _islands() | islands, islands
 
     def __torch_function__(
         self, func: Op, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
@@ -53,7 +55,7 @@ class PrecisionMode(TorchFunctionMode):
     def _compute(self, func: Op, args: Args, kwargs: Kwargs, floating: list[torch.Tensor]) -> PyTree:
         if func in _losses():
             return func(*_map(wide, args), **_map(wide, kwargs))
-        if func in self.islands:
+        if func in self.islands and not self._is_wide_inside(func, kwargs, floating):
             return self._island(func, args, kwargs, floating[0].dtype)
         if func in _products():
             kept = any(id(leaf) in self.kept for leaf in floating)
@@ -64,6 +66,11 @@ class PrecisionMode(TorchFunctionMode):
             into = functools.partial(cast, dtype=widest)
             return func(*_map(into, args), **_map(into, kwargs))
         return func(*args, **kwargs)
+
+    def _is_wide_inside(self, func: Op, kwargs: Kwargs, floating: list[torch.Tensor]) -> bool:
+        """Whether a kernel computes an island in float32 although its operands and results have low precision."""
+        plain = func in _fp32_inside() - self.asked and kwargs.get("dtype") is None
+        return plain and not in_main_memory(floating[0]) and {leaf.dtype for leaf in floating} == {self.dtype}
 
     def _island(self, func: Op, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> PyTree:
         widened = _map(wide, args), _map(wide, kwargs)

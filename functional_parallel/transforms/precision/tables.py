@@ -40,6 +40,10 @@ FP32_OPS = [
     *("mean", "nanmean", "std", "std_mean"),
 ]
 
+# Of FP32_OPS, those with kernels on devices other than the CPU that read and write low precision, and compute and
+# accumulate in float32. They have the same results without casts of their operands and results.
+FP32_INSIDE = ["layer_norm", "rms_norm", "softmax", "log_softmax"]
+
 # In float32, with the result in float32.
 LOSSES = [
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss"),
