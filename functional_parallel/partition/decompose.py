@@ -15,7 +15,7 @@ from torch import fx
 
 from .. import _torch
 from ..ir import Aval, Traced, info, tensor_operands, update_info, walk_args
-from ..rules import batch_norm_formula
+from ..rules import OpContext, Shard, batch_norm_formula
 from ..tracing import trace
 from .preparation import prepare
 
@@ -31,6 +31,13 @@ _OPS = {  # ops that run unchanged on shards have rules in rules.aten.gradients 
 }
 
 _FORMULAS = {aten.native_batch_norm.default: batch_norm_formula}
+
+
+def crosses_ranks(step: OpContext) -> bool:
+    """Whether a batch norm has statistics of the shards of several ranks. Its rule is for the channels, or one rank."""
+    place = step.operands[0].place
+    by_channel = isinstance(place, Shard) and place.dim == 1
+    return step.node.target in _FORMULAS and step.parts.ranks > 1 and not by_channel
 
 
 def decomposed(node: fx.Node) -> Traced | None:

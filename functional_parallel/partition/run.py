@@ -62,7 +62,7 @@ from ..rules import (
     placed,
     reshaped_place,
 )
-from .decompose import decomposed
+from .decompose import crosses_ranks, decomposed
 
 
 @dataclass
@@ -124,7 +124,8 @@ class _ShardInterpreter:
             self.values[node] = self.values[node.args[0]][node.args[1]]
             return
         step = self._step(node)
-        if lookup(node.target) is None and _is_split(step) and (simpler := decomposed(node)) is not None:
+        must_change = _is_split(step) and (lookup(node.target) is None or crosses_ranks(step))
+        if must_change and (simpler := decomposed(node)) is not None:
             self._run_simpler(node, simpler)
             return
         rule = self._rule(step)

@@ -21,8 +21,8 @@ IMAGES, ROWS, VOLUMES = (2, 4, 6, 6), (4, 8), (2, 4, 4, 4, 4)
 TARGETS = torch.rand(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([1, 2, 3, 0])
 
-ACTIVATIONS = """ReLU ReLU6 ELU CELU SELU GELU SiLU Mish Hardswish Hardsigmoid Hardtanh LeakyReLU LogSigmoid Sigmoid Tanh
-Softplus Softshrink Hardshrink PReLU"""
+ACTIVATIONS = """ReLU ReLU6 ELU CELU SELU GELU SiLU Mish Hardswish Hardsigmoid Hardtanh LeakyReLU LogSigmoid Sigmoid
+Tanh Softplus Softshrink Hardshrink PReLU"""
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     **{name: (getattr(nn, name)(), ROWS) for name in ACTIVATIONS.split()},

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ... import _torch
+from ...ir import tensor_operands
 from ...tracing import Replaced, intercept
 from ..op_context import OpContext
 from ..registry import Rule, rule
@@ -50,6 +51,18 @@ def _local_group_norm(
 
 rule([aten.native_layer_norm.default], Rule(_trailing_text(2)))
 rule([aten._fused_rms_norm.default], Rule(_trailing_text(1)))
+
+
+def _batch_norm_text(node: fx.Node) -> str:
+    """Rule of `native_batch_norm` for the channels, and for all dims on one rank. The rest is decomposed."""
+    rest = [f"r{dim}" for dim in range(2, ndim_of(node))]
+    x = " ".join(f"{name}+" for name in ["n", *rest])
+    scales = ["c"] * (len(tensor_operands(node)) - 1)
+    statistics = "c, c" if node.args[5] else "newz, newz"
+    return f"{', '.join([x.replace('+', '+ c', 1), *scales])} -> {' '.join(['n', 'c', *rest])}, {statistics}"
+
+
+rule([aten.native_batch_norm.default], Rule(_batch_norm_text))
 rule([aten.native_group_norm.default], Rule(_group_norm_text, _local_group_norm))
 
 
@@ -70,7 +83,7 @@ def batch_norm(
 ) -> Tensor:
     """Compute `F.batch_norm` as one op, or by its formula inside a derivative that a loss takes.
 
-    The op has no rule. `partition` decomposes it into the formula if an operand is sharded.
+    `partition` decomposes the op into the formula if an operand is sharded over several ranks.
 
     The input has shape (batch, channels, …). Running statistics are updated in place, like torch does.
     """
