@@ -22,8 +22,7 @@ import torch
 
 from . import _torch
 from .collectives import keeping_grad_mode
-from .draws import GOLDEN, defined_kept, defined_uniform, kept, mixed
-from .draws import uniform as drawn_uniform
+from .draws import GOLDEN, defined, drawn, mixed, places
 from .errors import RandomKeyError
 from .ir import define_op, register_differentiable
 from .tracing import intercept, intercept_op, is_kept
@@ -77,8 +76,8 @@ def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if key.ndim:
         raise ValueError(f"a draw takes one key, a scalar, not {tuple(key.shape)}: map over keys by torch.func.vmap")
-    drawn: torch.Tensor = OP(like.detach(), key.to(like.device), list(like.shape), [], [])
-    return drawn
+    found: torch.Tensor = OP(like.detach(), key.to(like.device), list(like.shape), [], [])
+    return found
 
 
 def normal(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -132,6 +131,8 @@ def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torc
 
 def _scaled(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
     """Return x · kept · scale. torch's kernel for the gradient of its own dropout computes this product at once."""
+    if _torch.needs_higher_derivatives() or _torch.mapped_dims(x) or _torch.mapped_dims(kept):
+        return x * kept * scale
     with keeping_grad_mode():
         return _apply_scaled(x, kept, scale)
 
@@ -140,8 +141,8 @@ def _kept(p: float, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Draw for each element of `x` whether an event of probability `p` does not happen."""
     if not 0 < p < 1:
         return torch.full_like(x, p <= 0, dtype=torch.bool)
-    drawn: torch.Tensor = KEPT(x.detach(), key.to(x.device), list(x.shape), [], [], p)
-    return drawn
+    found: torch.Tensor = KEPT(x.detach(), key.to(x.device), list(x.shape), [], [], p)
+    return found
 
 
 @dataclass
@@ -226,6 +227,20 @@ def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tupl
     return _scaled(x, kept, 1 / (1 - p)) if p < 1 else x * 0, kept
 
 
+def _draw(
+    like: torch.Tensor,
+    key: torch.Tensor,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    splits: Sequence[int],
+    p: float | None = None,
+) -> torch.Tensor:
+    """Draw for the elements of this rank's shard. A program has the op `draw`, and ops for the place of the rank."""
+    where = places(like, key, shape, axes, splits)
+    is_mapped = any(map(_torch.is_functorch_wrapped, where[-1]))  # by a vmap over the ranks
+    return (defined if is_mapped else DRAW)(*where, like.dtype, p)
+
+
 def _vmap(
     op: Any,
     info: _torch.VmapInfo,
@@ -241,23 +256,35 @@ def _vmap(
     return op(one, keys, *where), None if of_key is None else 0
 
 
+def _vmap_of_seeds(
+    info: _torch.VmapInfo, in_dims: Sequence[Any], seeds: torch.Tensor, *where: Any
+) -> tuple[torch.Tensor, int]:
+    return DRAW(seeds.movedim(in_dims[0], 0), *where), 0
+
+
+_SHAPED = "Tensor like, Tensor key, int[] shape, str[] axes, int[] splits"
+DRAW: Callable[..., torch.Tensor] = define_op(
+    "draw(Tensor seeds, int[] shape, int[] sizes, int[] strides, Tensor[] tables, ScalarType dtype, float? p)"
+    " -> Tensor",
+    drawn,
+    lambda seeds, shape, *_: seeds.new_empty([*seeds.shape, *shape], dtype=_[-2] if _[-1] is None else torch.bool),
+    lambda *args: DRAW(*args),
+)
 OP = define_op(
-    "uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits) -> Tensor",
-    drawn_uniform,
-    lambda like, key, *_: like.new_empty(key.shape + like.shape),
-    defined_uniform,
+    f"uniform({_SHAPED}) -> Tensor", _draw, lambda like, key, *_: like.new_empty(key.shape + like.shape), _draw
 )
 KEPT = define_op(
-    "kept(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits, float p) -> Tensor",
-    kept,
+    f"kept({_SHAPED}, float p) -> Tensor",
+    _draw,
     lambda like, key, *_: like.new_empty(key.shape + like.shape, dtype=torch.bool),
-    defined_kept,
+    _draw,
 )
 torch.library.register_vmap("fp::uniform", partial(_vmap, OP))
 torch.library.register_vmap("fp::kept", partial(_vmap, KEPT))
+torch.library.register_vmap("fp::draw", _vmap_of_seeds)
 
 
-# --- The product of dropout, which is its own transpose. torch's op has no forward derivative ---
+# --- The product of dropout, which is its own transpose ---
 
 
 class _Context(_torch.FunctionContext):
@@ -273,26 +300,11 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: _Context, inputs: tuple[torch.Tensor, torch.Tensor, float], output: torch.Tensor) -> None:
         ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
         ctx.scale = inputs[2]
 
     @staticmethod
     def backward(ctx: _Context, cotangent: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _scaled(cotangent, ctx.saved_tensors[0], ctx.scale), None, None
-
-    @staticmethod
-    def jvp(ctx: _Context, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        return _scaled(tangent, ctx.saved_tensors[0], ctx.scale)
-
-    @staticmethod
-    def vmap(
-        info: _torch.VmapInfo, in_dims: _torch.InDims, x: torch.Tensor, kept: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, int]:
-        x, kept = (
-            each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
-            for each, dim in zip((x, kept), in_dims, strict=False)
-        )
-        return _scaled(x, kept, scale), 0
 
 
 _apply_scaled: Callable[..., torch.Tensor] = _Scaled.apply

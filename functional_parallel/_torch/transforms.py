@@ -38,7 +38,7 @@ __all__ = [
 @contextmanager
 def disable_functorch() -> Iterator[None]:
     """Disable active dispatch modes and torch.func levels. Code inside sees plain tensors."""
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), pushed(_fused(), False):
         yield
 
 
@@ -134,7 +134,7 @@ def _fused() -> list[bool]:
 
 
 def _autograd_grad(*args: Any, create_graph: bool = True, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    once = bool(_fused()) and len([*chain(*_around()), *_level_keys()]) == 1
+    once = (_fused() or [False])[-1] and len([*chain(*_around()), *_level_keys()]) == 1
     found: tuple[torch.Tensor, ...] = _replaced.originals[0](*args, create_graph=create_graph and not once, **kwargs)
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,28 +12,35 @@ from ..collectives import DimSplit, axis_index, axis_size
 
 
 @dataclass(frozen=True)
-class Digit:
-    """Index along a dim or several contiguous dims. It adds `stride` times itself, or its entry in a table."""
+class Positions:
+    """Positions relative to the first element. They have a digit per dim, or per run of contiguous dims, outer first.
 
-    size: int
-    stride: int
-    table: Tensor | None = None
+    A digit adds `strides` times itself. A stride of 0 stands for the next table, which has a number for each value.
+    """
 
-    def values(self, device: torch.device) -> Tensor:
-        return torch.arange(self.size, device=device) * self.stride if self.table is None else self.table
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    tables: Sequence[Tensor] = ()
+
+    def of_digits(self, device: torch.device, begin: int = 0, end: int | None = None) -> Tensor:
+        """Return the positions of all combinations of the digits from number `begin` to `end`."""
+        found, tables = torch.zeros(1, dtype=torch.int64, device=device), iter(self.tables)
+        for size, stride in list(zip(self.sizes, self.strides, strict=True))[begin:end]:
+            of_digit = torch.arange(size, device=device) * stride if stride else next(tables)
+            found = (found[:, None] + of_digit).reshape(-1)
+        return found
 
 
 def positions(
     like: Tensor, shape: Sequence[int], axes: Sequence[str], splits: Sequence[int]
-) -> tuple[int | Tensor, list[Digit]]:
-    """Return the position of the first element of a shard like `like`, and a digit per dim, outermost first.
+) -> tuple[int | Tensor, Positions]:
+    """Return the position of the first element of a shard like `like`, and the positions of all relative to it.
 
     `shape` is that of the full tensor. `splits` has three numbers per axis, innermost transform first: dim, outer,
     samples. The dim is viewed as (outer, samples, rest), and a rank has its chunk of the samples.
     """
     first: int | Tensor = 0
-    digits: list[Digit] = []
-    stride = 1
+    sizes, strides, tables, stride = [1], [1], [], 1
     cuts = list(zip(axes, splits[0::3], splits[1::3], splits[2::3], strict=True))
     for dim in reversed(range(len(shape))):
         length = size = like.shape[dim]
@@ -43,33 +49,19 @@ def positions(
         for axis, where, outer, samples in reversed(cuts):
             if where == dim:
                 parts = DimSplit(axis_size(axis), samples)
-                if outer > 1 and index is None:  # the rank has several runs of the dim
-                    index = torch.arange(size, device=like.device)
-                if index is None:
-                    start = start + parts.start(axis_index(axis)) * (length // parts.rows)
+                if outer > 1 or index is not None:  # the rank has several runs of the dim
+                    index = (torch.arange(size, device=like.device) if index is None else index) + start
+                    index, start = parts.whole_position(index, axis_index(axis), length, outer), 0
                 else:
-                    index = parts.whole_position(index + start, axis_index(axis), length, outer)
-                    start = 0
+                    start = start + parts.start(axis_index(axis)) * (length // parts.rows)
                 length = parts.whole(length)
         first = first + start * stride
-        below = digits[-1] if digits else Digit(1, stride)
         if index is not None:
-            digits.append(Digit(size, 0, index * stride))
-        elif size != 1 and below.table is None and below.size * below.stride == stride:
-            digits[-1:] = [Digit(below.size * size, below.stride)]
-        elif size != 1:
-            digits.append(Digit(size, stride))
+            tables.append(index * stride)
+            sizes, strides = [size, *sizes], [0, *strides]
+        elif strides[0] and sizes[0] * strides[0] == stride:
+            sizes[0] *= size
+        else:
+            sizes, strides = [size, *sizes], [stride, *strides]
         stride *= shape[dim]
-    return first, digits[::-1]
-
-
-def count(digits: Sequence[Digit]) -> int:
-    return math.prod(digit.size for digit in digits)
-
-
-def all_values(digits: Sequence[Digit], device: torch.device) -> Tensor:
-    """Return the sums of all combinations of digits, in order, as a vector."""
-    found = torch.zeros(1, dtype=torch.int64, device=device)
-    for digit in digits:
-        found = (found[:, None] + digit.values(device)).reshape(-1)
-    return found
+    return first, Positions(sizes, strides, tables[::-1])

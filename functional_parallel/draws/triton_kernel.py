@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .definition import GOLDEN, MIX_1, MIX_2
-from .positions import Digit, count
+from .positions import Positions
 
 _BLOCK = 1024
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 
 
-def draw_(out: Tensor, seeds: Tensor, place: Sequence[Digit], digits: int, least: int | None) -> None:
+def draw_(out: Tensor, seeds: Tensor, place: Positions, digits: int, least: int | None) -> None:
     """Fill `out`, with the dims of `seeds` first, by uniform numbers, or by whether they are not less than `least`."""
-    tables = [digit.table for digit in place if digit.table is not None]
     layout, offset = [], 0
-    for digit in place or [Digit(1, 0)]:
-        layout += [digit.size, digit.stride, -1 if digit.table is None else offset]
-        offset += 0 if digit.table is None else digit.size
+    for size, stride in zip(place.sizes, place.strides, strict=True):
+        layout += [size, stride, -1 if stride else offset]
+        offset += 0 if stride else size
     layout[0] = 0  # the size of the outermost dim has no effect on the code
-    each = count(place)
+    each = out.numel() // seeds.numel()
     blocks = triton.cdiv(each, _BLOCK)
     _draw[(blocks * seeds.numel(),)](
         out.view(torch.uint8) if out.dtype == torch.bool else out,
-        seeds,
-        torch.cat(tables) if tables else seeds,
+        seeds.contiguous(),
+        torch.cat(list(place.tables)) if place.tables else seeds,
         each,
         blocks,
         LAYOUT=tuple(layout),

@@ -11,8 +11,6 @@ from sharding_specs import Mesh
 
 from .. import _torch
 from ..ir import OPS_ON_SHAPES, Aval, info, operands_of, walk_args
-from ..random import KEPT
-from ..random import OP as UNIFORM
 from .aliasing import view_base
 from .collectives import collective_of
 
@@ -23,7 +21,6 @@ aten = torch.ops.aten
 _PER_BYTE_MOVED = 8
 _PER_BYTE_SENT = 100
 _TAKE = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
-_ON_SHAPES = {*OPS_ON_SHAPES, KEPT, UNIFORM}
 
 
 def flops(node: fx.Node) -> int:
@@ -69,7 +66,7 @@ def recompute_cost(node: fx.Node, mesh: Mesh) -> int:
 
 def bytes_moved(node: fx.Node) -> int:
     """Bytes that an op reads and writes. An op that takes rows of a table reads the size of its result from it."""
-    of_shape = node.args[0] if node.target in _ON_SHAPES else None  # its values are not read
+    of_shape = node.args[0] if node.target in OPS_ON_SHAPES else None  # its values are not read
     read = [node if node.target in _TAKE and each is node.args[0] else each for each in operands_of(node)]
     read = [each for each in read if each is not of_shape]
     return sum(info(each).nbytes for each in (node, *read))

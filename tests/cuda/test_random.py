@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -29,13 +30,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 def test_every_draw_has_the_bits_of_the_cpu(
     shard: Shard, dtype: torch.dtype, keys: list[int], p: float, triton: bool
 ) -> None:
-    def on_cuda(kernel):  # type: ignore[no-untyped-def]
-        return lambda like, key, *where: kernel(like.cuda(), key.cuda(), *where).cpu()
+    def on_cuda(seeds: torch.Tensor, size: Any, sizes: Any, strides: Any, tables: Any, *kind: Any) -> torch.Tensor:
+        return kernels.drawn(seeds.cuda(), size, sizes, strides, [table.cuda() for table in tables], *kind).cpu()
 
     with pytest.MonkeyPatch.context() as patch:
         on_a_rank(patch, shard)
         patch.setattr(kernels, "_has_triton", lambda: triton)
-        check(shard, dtype, keys, p, on_cuda(kernels.uniform), on_cuda(kernels.kept))
+        check(shard, dtype, keys, p, on_cuda)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

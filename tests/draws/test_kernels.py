@@ -112,20 +112,21 @@ def on_a_rank(patch: pytest.MonkeyPatch, shard: Shard) -> None:
     patch.setattr(positions, "axis_index", lambda axis: torch.tensor(shard.ranks[axis]))
 
 
-def check(shard: Shard, dtype: torch.dtype, keys: list[int], p: float, uniform: Any, kept: Any) -> None:
+def check(shard: Shard, dtype: torch.dtype, keys: list[int], p: float, draw: Any) -> None:
     key, places = torch.tensor(keys), list(shard.positions())
     args = shard.args(dtype, key if len(keys) > 1 else key[0])
     shape = [*args[1].shape, *shard.local]
     digits = DIGITS.get(dtype, 8)
     numbers = [reference(each, place, digits) * 2.0**-digits for each in keys for place in places]
     wanted = torch.tensor(numbers, dtype=torch.float64).to(dtype).reshape(shape)
-    found = uniform(*args)
+    where = draws.places(*args)
+    found = draw(*where, dtype, None)
     assert found.dtype == dtype and found.is_contiguous() and torch.equal(found, wanted)
     wide = dtype if dtype.itemsize >= 4 else torch.float32
     digits = DIGITS[wide]
     numbers = [reference(each, place, digits) * 2.0**-digits for each in keys for place in places]
     drawn = torch.tensor(numbers, dtype=torch.float64).to(wide).reshape(shape)
-    found = kept(*args, p)
+    found = draw(*where, dtype, p)
     assert found.dtype == torch.bool and found.is_contiguous() and torch.equal(found, ~(drawn < p))
 
 
@@ -146,8 +147,8 @@ def test_the_blocks_of_the_cpu_and_the_definition(
     with pytest.MonkeyPatch.context() as patch:
         on_a_rank(patch, shard)
         patch.setattr(kernels, "_BLOCK", block)
-        check(shard, dtype, keys, p, draws.uniform, draws.kept)
-        check(shard, dtype, keys, p, lambda *args: draws.defined_uniform(*args).contiguous(), draws.defined_kept)
+        check(shard, dtype, keys, p, draws.drawn)
+        check(shard, dtype, keys, p, lambda *args: draws.defined(*args).contiguous())
 
 
 @settings(max_examples=25, deadline=None)
@@ -155,21 +156,19 @@ def test_the_blocks_of_the_cpu_and_the_definition(
 def test_the_kernel_of_cuda(
     shard: Shard, dtype: torch.dtype, keys: list[int], p: float, wide: bool, triton_kernel: Any
 ) -> None:
-    def uniform(*args: Any) -> Tensor:
-        return kernels._by_triton(args[0], args[1], dtype, definition.digits_of(args[0]), None, place(*args))
-
-    def kept(*args: Any) -> Tensor:
-        digits, least = definition.threshold(args[0], args[-1])
-        return kernels._by_triton(args[0], args[1], torch.bool, digits, least, place(*args[:-1]))
-
-    def place(like: Tensor, key: Tensor, *where: Any) -> Any:
-        return positions.positions(like, *where)
+    def draw(
+        seeds: Tensor, size: list[int], sizes: Any, strides: Any, tables: Any, dtype: torch.dtype, p: Any
+    ) -> Tensor:
+        out = torch.empty([*seeds.shape, *size], dtype=dtype if p is None else torch.bool)
+        if out.numel():
+            place = positions.Positions(sizes, strides, tables)
+            triton_kernel.draw_(out, seeds, place, *definition.digits_of(dtype, p))
+        return out
 
     with pytest.MonkeyPatch.context() as patch:
         on_a_rank(patch, shard)
-        patch.setattr("functional_parallel.draws.triton_kernel.draw_", triton_kernel.draw_)
         patch.setattr(triton_kernel, "_BLOCK", 16)
-        check(shard, dtype, keys, p, uniform, kept)
+        check(shard, dtype, keys, p, draw)
 
 
 def test_a_tensor_of_one_run_needs_no_division() -> None:
@@ -181,7 +180,7 @@ def test_a_tensor_of_one_run_needs_no_division() -> None:
             patch.setattr(positions, "axis_index", lambda axis: 3)
             whole = [16, 5, 6] if splits else [4, 5, 6]
             first, digits = positions.positions(like, whole, ["data"] if splits else [], list(splits))
-        assert (first, digits) == (3 * 4 * 30 if splits else 0, [positions.Digit(120, 1)])
+        assert (first, digits) == (3 * 4 * 30 if splits else 0, positions.Positions([120], [1], []))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -124,3 +124,20 @@ def test_norms_are_at_least_float32() -> None:
     assert mode.seen.count(aten._foreach_norm.Scalar) == 1
     assert [x.dtype for x in narrow] == [torch.float32] * 2 and [x.item() for x in narrow] == [120000.0, 0.0]
     assert _torch.norms([torch.tensor([3.0, 4.0], dtype=torch.float64)])[0].item() == 5.0
+
+
+def test_backwards_without_a_derivative_have_formulas() -> None:
+    """torch's decompositions of them, which may be differentiated; the ops themselves may not."""
+    x, gradient = torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
+    weight = torch.randn(4, dtype=torch.float64)
+    _, mean, rstd = aten.native_group_norm(x, weight, None, 2, 4, 3, 2, 1e-5)
+    cases = {
+        aten.silu_backward.default: (gradient, x),
+        aten.mish_backward.default: (gradient, x),
+        aten.logit_backward.default: (gradient, x.sigmoid(), None),
+        aten.native_group_norm_backward.default: (gradient, x, mean, rstd, weight, 2, 4, 3, 2, [True, True, True]),
+    }
+    for op, args in cases.items():
+        assert not op.has_kernel_for_dispatch_key(torch._C.DispatchKey.AutogradCPU)
+        formula = _torch.under_transforms(op)
+        torch.testing.assert_close(formula(*args), op(*args))  # type: ignore[operator]

@@ -202,3 +202,26 @@ def test_who_takes_part_in_a_derivative_or_a_vmap() -> None:
     torch.vmap(lambda y: found.append(_torch.has_functorch_level([y])) or y)(x)
     torch.func.grad(lambda y: found.append(_torch.has_functorch_level([x])) or y.sum())(x)
     assert found == [True, True, False], "what a transform only looks on at takes no part"
+
+
+def test_an_outermost_gradient_has_fused_backwards() -> None:
+    """A plain one, of a function that takes no gradient itself; without the context torch decomposes all of them."""
+
+    def seen(gradient: Callable[[torch.Tensor], torch.Tensor]) -> list[bool]:
+        found = []
+        for context in (_torch.fused_backwards(), nullcontext()):
+            with Count() as mode, context:
+                gradient(torch.ones(3))
+            found.append(aten.silu_backward.default in mode.seen)
+        return found
+
+    def once(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x).sum()
+
+    assert seen(torch.func.grad(once)) == [True, False]
+    assert seen(torch.func.grad(lambda x: torch.func.grad(once)(x).sum())) == [False, False]
+    assert seen(torch.vmap(torch.func.grad(once))) == [False, False]
+    twice = torch.func.grad(lambda x: torch.func.grad(once)(x).sum())
+    with _torch.fused_backwards():
+        inside = twice(torch.ones(3))
+    assert torch.equal(inside, twice(torch.ones(3)))

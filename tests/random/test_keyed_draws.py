@@ -15,6 +15,10 @@ from torch.nn import functional as F
 
 import functional_parallel as fp
 from functional_parallel.errors import RandomKeyError
+from functional_parallel.ir import info
+from functional_parallel.program.work import bytes_moved
+from functional_parallel.random import DRAW
+from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh, P
 
 KEY = fp.random.key(7)
@@ -342,3 +346,58 @@ def test_per_sample_gradients_with_a_key_per_sample() -> None:
     mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(w, x, keys)
     for i in range(4):
         assert torch.equal(mapped[i], torch.func.grad(loss)(w, x[i], keys[i]))
+
+
+# -----------------------------------------------------------------------------
+# Kernels and memory
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_is_three_kernels_and_saves_a_byte_per_element(dtype: torch.dtype) -> None:
+    """One for the mask, and one product in each direction, as torch's own dropout on CUDA."""
+
+    def loss(x: Tensor, key: Tensor) -> Tensor:
+        return fp.random.dropout(x, 0.1, key=key).sin().sum()
+
+    x = torch.ones(64, 128, dtype=dtype)
+    step = fp.compile(fp.grad(loss), Mesh(), in_specs=(P(), P()), out_specs=P())
+    program = step.lower(x, KEY)
+    product = torch.ops.aten.native_dropout_backward.default
+    kinds = [node.target for node in program.traced.nodes if node.target in (DRAW, product)]
+    assert kinds == [DRAW, product, product]
+    (mask,) = (node for node in program.traced.nodes if node.target is DRAW)
+    assert info(mask).nbytes == x.numel() and bytes_moved(mask) == x.numel() + KEY.nbytes, (
+        "x is read for its shape only"
+    )
+    with tracked((x, KEY)) as tracker:
+        step(x, KEY)
+    assert tracker.peak == program.memory().peak
+    assert not {torch.ops.aten.div.Tensor, torch.ops.aten.bitwise_not.default} & {
+        n.target for n in program.traced.nodes
+    }
+
+
+@settings(max_examples=30)
+@given(
+    p=st.floats(0, 1, exclude_min=True, exclude_max=True),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    seed=st.integers(-(1 << 63), (1 << 63) - 1),
+)
+def test_an_element_is_kept_if_its_uniform_number_is_not_less_than_p(p: float, dtype: torch.dtype, seed: int) -> None:
+    key, x = fp.random.key(seed), torch.ones(500, dtype=dtype)
+    wide = x if dtype.itemsize >= 4 else x.float()
+    wanted = x * ~(fp.random.uniform(key, wide) < p) * (1 / (1 - p))
+    assert torch.equal(fp.random.dropout(x, p, key=key), wanted)
+
+
+def test_draws_of_integers_with_a_probability() -> None:
+    """A uniform number of an integer is 0, so each event happened."""
+
+    def drawn(x: Tensor, key: Tensor) -> Tensor:
+        with fp.random.using(key):
+            return torch.empty_like(x).bernoulli_(0.25)
+
+    step = fp.compile(drawn, Mesh(), in_specs=(P(), P()), out_specs=P())
+    found = step(torch.zeros(4000, dtype=torch.int64), KEY)
+    assert abs(found.double().mean() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 4000)
