@@ -131,7 +131,7 @@ def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torc
 
 def _scaled(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
     """Return x · kept · scale. torch's kernel for the gradient of its own dropout computes this product at once."""
-    if _torch.needs_higher_derivatives() or _torch.mapped_dims(x) or _torch.mapped_dims(kept):
+    if _torch.needs_higher_derivatives() or x.is_complex() or _torch.mapped_dims(x) or _torch.mapped_dims(kept):
         return x * kept * scale
     with keeping_grad_mode():
         return _apply_scaled(x, kept, scale)

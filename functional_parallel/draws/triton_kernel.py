@@ -23,18 +23,19 @@ def draw_(out: Tensor, seeds: Tensor, place: Positions, digits: int, least: int 
     layout[0] = 0  # the size of the outermost dim has no effect on the code
     each = out.numel() // seeds.numel()
     blocks = triton.cdiv(each, _BLOCK)
-    _draw[(blocks * seeds.numel(),)](
-        out.view(torch.uint8) if out.dtype == torch.bool else out,
-        seeds.contiguous(),
-        torch.cat(list(place.tables)) if place.tables else seeds,
-        each,
-        blocks,
-        LAYOUT=tuple(layout),
-        DIGITS=digits,
-        LEAST=-1 if least is None else least,
-        WIDE=each >= 2**31 - _BLOCK,
-        BLOCK=_BLOCK,
-    )
+    with torch.cuda.device_of(out):  # triton launches on the current device
+        _draw[(blocks * seeds.numel(),)](
+            out.view(torch.uint8) if out.dtype == torch.bool else out,
+            seeds.contiguous(),
+            torch.cat(list(place.tables)) if place.tables else seeds,
+            each,
+            blocks,
+            LAYOUT=tuple(layout),
+            DIGITS=digits,
+            LEAST=-1 if least is None else least,
+            WIDE=each >= 2**31 - _BLOCK,
+            BLOCK=_BLOCK,
+        )
 
 
 @triton.jit
