@@ -171,6 +171,18 @@ def test_fused_dims_draw_by_their_place_in_the_whole() -> None:
     fp.testing.assert_equivalent(f, plan, Mesh(tensor=2), torch.ones(12, dtype=torch.float64), exact=True)
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_ranks_that_vmap_maps_draw_their_parts(blocks: int) -> None:
+    """The oracle: the position of a rank, or a table of its positions, is a mapped value."""
+    spec = P((3, "data")) if blocks == 3 else P("data")
+    partitioned = fp.partition(lambda w: fp.random.dropout(w * 1, 0.5, key=KEY), "data", (spec,), spec)
+    w = torch.arange(1.0, 25)
+    parts = w.reshape(blocks, 2, -1).movedim(1, 0).reshape(2, -1)
+    found = fp.vmap(partitioned, axis_name="data")(parts)
+    whole = found.reshape(2, blocks, -1).movedim(0, 1).reshape(-1)
+    assert torch.equal(whole, fp.random.dropout(w, 0.5, key=KEY))
+
+
 MAPPED = {
     "keys": (P("data"), P()),
     "keys and rows": (P("data"), P("data")),
