@@ -223,9 +223,10 @@ def test_a_table_goes_between_its_marks(tmp_path: Path) -> None:
 
 SECTIONS = ["peers", "peers alone", "misses", "machine"]  # of compare.py
 OTHERS = ["staged step", "partition time", "equivalence rate", "timeline", "collectives"]
+GPU = ["gpu tests", "gpu equal", "gpu speed", "gpu kernels", "gpu dropout", "gpu memory"]
 
 
-@pytest.mark.parametrize("section", [*SECTIONS, *OTHERS])
+@pytest.mark.parametrize("section", [*SECTIONS, *OTHERS, *GPU])
 def test_the_page_has_a_section_for_every_table(section: str) -> None:
     """Each is there once, and holds a table or a sentence."""
     import report
@@ -338,3 +339,53 @@ def test_asynchronous_ranks_keep_their_pace_beside_a_slow_one() -> None:
     ratios = {row["method"]: row["ratio"] for row in json.loads(done.stdout)}
     assert all(ratios[name] > 0.9 for name in ("server", "rotating", "server, inner steps")), ratios
     assert all(ratios[name] < 0.4 for name in ("synchronous", "local SGD", "server, staleness 0")), ratios
+
+
+def test_the_script_for_a_gpu_runs_toys_on_the_cpu() -> None:
+    """Every part but that of tests, with the contestants eager torch and ours."""
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--short", "--part", "equal", "speed", "memory"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    sections = dict(re.findall(r"## (gpu \w+): [^\n]*\n\n(.*?)(?=\n\n## |\Z)", done.stdout, re.DOTALL))
+    assert list(sections) == ["gpu equal", "gpu speed", "gpu kernels", "gpu dropout", "gpu memory"]
+    cells = {name: [line.strip("|").split("|") for line in text.splitlines()[2:]] for name, text in sections.items()}
+    assert [line[1].strip() for line in cells["gpu speed"]] == ["eager torch", "ours"]
+    assert all(float(line[2]) > 0 for line in cells["gpu speed"])
+    assert abs(float(cells["gpu speed"][0][-1]) - float(cells["gpu speed"][1][-1])) < 0.01  # the losses
+    assert all(line[-1].strip() == "yes" for line in cells["gpu equal"])
+    assert {line[0].strip() for line in cells["gpu kernels"]} == {"eager torch", "ours"}
+    assert cells["gpu memory"][1][1].strip() == "ours"
+
+
+def test_failures_are_counted_by_cause() -> None:
+    from gpu_tests import read
+
+    fails = "".join(
+        f'<testcase classname="a" name="t{n}"><failure message="x is {n}.5 at 0x{n}f&#10;rest"/></testcase>'
+        for n in (1, 2)
+    )
+    text = f"""<testsuites><testsuite time="2.5">{fails}<testcase classname="b" name="u"/>
+        <testcase classname="b" name="v"><skipped message="no"/></testcase>
+        <testcase classname="b" name="w"><error>ImportError: y</error></testcase></testsuite></testsuites>"""
+    counts, causes, seconds = read(text)
+    assert counts == {"failed": 2, "passed": 1, "skipped": 1, "errors": 1} and seconds == 2.5
+    assert causes == [(("x is … at …", "a::t1"), 2), (("ImportError: y", "b::w"), 1)]
+
+
+def test_contestants_that_take_turns_fit_into_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_speed
+
+    room = type("Properties", (), {"total_memory": 80 << 30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: room)
+    groups = list(gpu_speed._groups(["a", "b", "c", "d"], "cuda"))
+    assert groups == [["eager torch", "a", "b", "c"], ["eager torch", "d"]]
+
+
+def test_a_contestant_that_ends_is_a_row_of_its_own() -> None:
+    import gpu_speed
+
+    row = {"workload": "gpt", "name": "x", "failed": True}
+    assert "failed" in gpu_speed.speed_table([row]) and gpu_speed.memory_table([row]).count("\n") == 1
+    process = gpu_speed.Process("gpt", "no such contestant", "cpu", short=True)
+    assert process.answer() is None
+    process.end()

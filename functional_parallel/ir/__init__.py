@@ -24,6 +24,7 @@ from .graph import (
     where,
 )
 from .info import NodeInfo, forget_info, info, set_info, update_info
+from .recorded import before_launches, is_recording, recording
 from .signature import LeafSignature, TensorSignature, leaf_signature
 from .simplify import forget_values, simplify
 from .source import (

@@ -15,13 +15,13 @@ from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 
 from ..checker import Typing, is_zero, record_input_specs, since, type_of, type_of_spec, warn_of_equal_copies
 from ..collectives import DimSplit, State, Type, bind
-from ..errors import LayoutError, OutSpecError
+from ..errors import BackendError, LayoutError, OutSpecError
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, filled, layout_of, specs_per_leaf
 from ..ir import Traced, forget_rewrites, forget_values, hollow, info, refuse_abstract, simplify, update_info
 from ..ops import refuse_idle
 from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram, pipeline_of
-from ..program import Intermediate, Program, label_traffic
+from ..program import Intermediate, Program, label_traffic, require_capturable
 from ..requests import owners_of
 from ..tracing import Assumption, LayoutRead, assume, autocast_dtypes, collect_assumptions, require_contiguous, trace
 from .constants import check_static_leaves
@@ -105,6 +105,11 @@ def lowering(
             f"{name}: in {f!r} one rank runs ops that the others leave out, and a compiled region has ops of both "
             "kinds; use backend='eager', or leave master= out of the plan"
         )
+    if options.backend.endswith("cudagraphs") and pipeline_of(layout) is not None:
+        raise BackendError(
+            f"{name}: the ranks of a pipeline run several programs per step, with messages in between, and "
+            "backend='cudagraphs' captures one program; use backend='eager' or backend='inductor'"
+        )
     in_specs, out_specs = specs or (None, None)
     with bind(wide.shape, None):
         full = (
@@ -138,6 +143,8 @@ def lowering(
     rewritten.requests = tuple(map(str, layout.requests))
     for part in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
         forget_rewrites(part.traced.graph)
+    if isinstance(rewritten, Program) and rewritten.is_captured:
+        require_capturable(name, rewritten.traced)
     return Lowered(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..ir import define_op, in_main_memory
+from ..ir import before_launches, define_op, in_main_memory, is_recording
 
 Counts = dict[str, int]  # the number of updates done, by the name of the function that reads it
 
@@ -55,6 +55,8 @@ def _kernel(updates: torch.Tensor, name: str) -> torch.Tensor:
     if in_main_memory(updates):
         rates = [_rate(name, round(count)) for count in updates.reshape(-1).tolist()]
         return torch.tensor(rates, dtype=torch.float64, device=updates.device).reshape(updates.shape)
+    if is_recording():
+        return _filled(updates, name)
     counts = _counts.get()
     if counts is None or updates.ndim:
         counts = {}
@@ -62,6 +64,22 @@ def _kernel(updates: torch.Tensor, name: str) -> torch.Tensor:
         counts[name] = _read(updates)
     known = counts[name]
     rate = torch.full_like(updates, _rate(name, known), dtype=torch.float64)
+    return torch.where(updates == known, rate, torch.nan)
+
+
+def _filled(updates: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the rate from tensors that the host fills before each launch of recorded kernels."""
+    known, rate = torch.empty_like(updates), torch.empty_like(updates, dtype=torch.float64)
+
+    def fill() -> bool:
+        counts = _counts.get()
+        if not counts or name not in counts:
+            return False
+        known.fill_(counts[name])
+        rate.fill_(_rate(name, counts[name]))
+        return True
+
+    before_launches(fill)
     return torch.where(updates == known, rate, torch.nan)
 
 

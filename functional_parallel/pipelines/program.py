@@ -10,7 +10,7 @@ from torch import fx
 from ..errors import PipelineError
 from ..ir import info, source_of
 from ..ops import attention_notes
-from ..program import Collective, Hardware, Price, bytes_of, counts_of, hardware_of, readable_bytes
+from ..program import Collective, Hardware, HostOp, Price, bytes_of, counts_of, hardware_of, readable_bytes
 from ..schedules import Action, Event, Timeline, peaks
 from .execution import pipeline_memory
 from .memory import PipelineMemory
@@ -74,6 +74,9 @@ class PipelineProgram(PipelineStructure):
                 before = found.get(key, (0.0, 0.0))
                 found[key] = before[0] + count * share, before[1] + sizes[key] * share
         return found
+
+    def host_ops(self) -> list[HostOp]:
+        return list(dict.fromkeys(each for program in self.every_program() for each in program.host_ops()))
 
     def remarks(self) -> tuple[str, ...]:
         """Return the lines that `explain` prints below its table of collectives."""

@@ -14,6 +14,7 @@ from .base import BaseProgram
 from .collectives import COMMUNICATING, OWNED, Collective, bytes_of, collectives_of, counts_of, keep_phases
 from .explain import Explanation, columns, parse_bytes, readable_bytes
 from .hardware import HARDWARE, Hardware, Line, hardware_of
+from .host import HostOp, require_capturable
 from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, kind_of_input, memory_of, said_shared
 from .overlap import STARTED, one_scatter_at_a_time, overlapped
 from .pass_table import UNCUT, Intermediate, PassTable

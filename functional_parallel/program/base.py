@@ -12,6 +12,7 @@ from sharding_specs import Mesh, P
 
 from .collectives import Collective, bytes_of, counts_of
 from .explain import Explanation, explain
+from .host import HostOp
 from .pass_table import Intermediate, PassRecorder, PassTable
 
 
@@ -30,7 +31,7 @@ class BaseProgram(abc.ABC):
     requests: tuple[str, ...] = ()  # of the transforms, as text
     # Lowers the function again, from shapes, and yields the program after each pass.
     lowering: Callable[[], Iterable[Intermediate]] | None = field(default=None, repr=False)
-    backend: str = "eager"  # of the ops between collectives: "eager", torch's kernels op by op, or "inductor"
+    backend: str = "eager"  # one of `BACKENDS`
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # data that runtimes prepare once
 
     @abc.abstractmethod
@@ -40,6 +41,30 @@ class BaseProgram(abc.ABC):
     @abc.abstractmethod
     def lines(self) -> list[str]:
         """Return the text without source lines. It is equal for two programs if and only if they run the same ops."""
+
+    @abc.abstractmethod
+    def host_ops(self) -> list[HostOp]:
+        """Return the ops and inputs that involve the host: it waits for the device, or computes in main memory.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh, P
+        >>> f = fp.compile(lambda x: torch.linalg.eigvalsh(x).sum(), Mesh(), in_specs=P(), out_specs=P())
+        >>> program = f.lower(fp.abstract(torch.eye(3), device="cuda"))
+        >>> [(each.op, each.waits) for each in program.host_ops()]
+        [('aten._linalg_eigh.default', True)]
+
+        A CUDA graph can hold a program without such ops. The ops with `waits` are the synchronizations of a step.
+        """
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether inductor compiles the ops between collectives."""
+        return self.backend.startswith("inductor")
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the program runs as a CUDA graph."""
+        return self.backend.endswith("cudagraphs")
 
     def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Return the number of collectives of each kind, per axes."""

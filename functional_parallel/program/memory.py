@@ -12,7 +12,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class Memory:
         largest: at the peak, the largest values: bytes, description, source line.
         shared: maximum of shared memory, in bytes, that the rank uses in addition. With gloo, processes of one host
             send through it. Simulated ranks, and ranks with nccl or mpi, have none.
+        copied: bytes of the inputs and results that a CUDA graph holds a copy of, of those in `curve`. The graph keeps
+            the memory of the peak between steps.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Memory:
     alive: dict[str, int]
     largest: tuple[tuple[int, str, str], ...]
     shared: int = 0
+    copied: int = 0
 
     @property
     def peak(self) -> int:
@@ -72,12 +75,14 @@ class Memory:
             "alive": dict(self.alive),
             "curve": list(self.curve),
             "shared": self.shared,
+            "copied": self.copied,
         }
 
     def __str__(self) -> str:
         lines = [f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, at {self.ops[self.at]}"]
         lines += [f"  {kind:15}  {readable_bytes(size):>10}" for kind, size in self.alive.items() if size]
         lines += [said] if (said := said_shared(self.shared)) else []
+        lines += [f"of these, {readable_bytes(self.copied)} of copies for a CUDA graph"] if self.copied else []
         lines += ["the largest of them"]
         lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}" for size, what, where in self.largest]
         return "\n".join(lines)
@@ -108,6 +113,19 @@ def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def with_copies(memory: Memory, traced: Traced) -> Memory:
+    """Return the memory of a captured program: it holds copies of inputs that it must not write, and of results."""
+    replaced = [info(node).updated_output for node in traced.inputs if info(node).donated]
+    copied = sum(info(node).nbytes for node in traced.inputs if not info(node).donated)
+    copied += sum(
+        info(node).nbytes
+        for index, node in enumerate(traced.outputs)
+        if isinstance(node, fx.Node) and index not in replaced
+    )
+    alive = {**memory.alive, "other inputs": memory.alive["other inputs"] + copied}
+    return replace(memory, curve=tuple(size + copied for size in memory.curve), alive=alive, copied=copied)
 
 
 def memory_of(name: str, traced: Traced, absent: Collection[fx.Node] = ()) -> Memory:

@@ -14,7 +14,8 @@ from ..ops import attention_notes
 from .base import BaseProgram
 from .collectives import Collective, collectives_of
 from .hardware import Hardware, hardware_of
-from .memory import Memory, memory_of
+from .host import HostOp, host_ops
+from .memory import Memory, memory_of, with_copies
 from .price import Price, price_of
 from .shared_memory import shared_by_collectives
 
@@ -42,6 +43,9 @@ class Program(BaseProgram):
         """Return the collectives that send data, in order; with `casts`, also the primitives that do not."""
         return list(collectives_of(self.traced, self.mesh, casts=casts))
 
+    def host_ops(self) -> list[HostOp]:
+        return host_ops(self.traced)
+
     def memory(self, rank: int | None = None) -> Memory:
         """Compute the bytes of live tensors on one rank, op by op, exactly: peak, curve, and values at the peak.
 
@@ -62,7 +66,8 @@ class Program(BaseProgram):
             ValueError: if the mesh has no such rank.
         """
         shared = shared_by_collectives(self.collectives(), self.mesh)
-        return replace(memory_of(self.name, self.traced, self.absent(rank)), shared=shared)
+        memory = replace(memory_of(self.name, self.traced, self.absent(rank)), shared=shared)
+        return with_copies(memory, self.traced) if self.is_captured else memory
 
     def absent(self, rank: int | None) -> frozenset[fx.Node]:
         """Return the values that a rank does not hold, because another rank owns them. None is a rank with all."""

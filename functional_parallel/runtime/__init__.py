@@ -3,7 +3,7 @@
 from .calls import note_step, rank_name
 from .default import default_runtime, is_main_rank, rank, refuse_asynchronous, runtime_of, use_runtime, world_size
 from .execution import Origin, check_backend
-from .handles import PipelineValue, copy_if_aliased, device_of, moved_to, runtime_kind_of, storages
+from .handles import PipelineValue, copy_if_aliased, device_of, moved_to, runtime_kind_of, storages, to_device
 from .interface import Runtime, Where
 from .launch import launch
 from .launchers import launch_of_environment

@@ -24,6 +24,17 @@ class PipelineValue:
     aval: Aval  # on one rank
 
 
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device. The host does not wait for the device, and may write into the tensor afterwards."""
+    if x.device.type != "cpu" or device.type != "cuda" or _torch.is_functorch_wrapped(x):
+        return x.to(device)
+    if x.ndim == 0:
+        return torch.full((), x.item(), dtype=x.dtype, device=device)
+    # A copy from main memory waits for all work of the device, unless the memory is pinned.
+    pinned = torch.empty_like(x, pin_memory=True, memory_format=torch.contiguous_format).copy_(x)
+    return pinned.to(device, non_blocking=True)
+
+
 def storages(*values: PyTree) -> set[int]:
     """Return the storage addresses of tensors and handles; none for other values and inside a transform."""
     found: set[int] = set()

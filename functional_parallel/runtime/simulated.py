@@ -21,7 +21,7 @@ from ..collectives import reference
 from ..ir import hollow, operands_of, primitive_name
 from ..program import Program, mutated_operands
 from .classes import Jobs, RankClasses
-from .execution import Log, Origin, Recorded, Writer, with_regions
+from .execution import CapturedFunction, Log, Origin, Recorded, Writer, with_regions
 from .interface import Runtime, Where
 
 SimulatedValue = list[torch.Tensor]
@@ -77,7 +77,9 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:
             with _torch.disable_functorch():  # else constants would belong to the transform, in later calls too
-                program.cache[key] = _Lockstep(program, self.classes, differentiable).function()
+                function = _Lockstep(program, self.classes, differentiable).function()
+            is_captured = program.is_captured and not differentiable
+            program.cache[key] = CapturedFunction(program, function) if is_captured else function
         run: Callable[[list[SimulatedValue]], list[SimulatedValue]] = program.cache[key]
         if differentiable:
             return run(handles)
@@ -109,9 +111,9 @@ class _Lockstep:
         self.axes: dict[fx.Node, frozenset[str]] = {}
         self.traced = program.traced
         self.record = Recorded(program.traced, self._ranks) if record else None
-        if program.backend == "inductor" and not differentiable and not record:
+        if program.is_compiled and not differentiable and not record:
             self.traced = with_regions(program).traced
-        self.writer = Writer(self.traced, self.line, differentiable, record=self.record)
+        self.writer = Writer(self.traced, self.line, differentiable, record=self.record, recorded=program.is_captured)
         for node, spec in zip(self.traced.inputs, program.in_specs, strict=True):
             self.axes[node] = classes.of_spec(spec)
         for node in self.traced.graph.nodes:

@@ -93,7 +93,8 @@ class StateFunction:
 
         local = LocalFunction(call, replace(self.f.layout, arguments=arguments), self.f.name)
         given = self.train.options
-        options = Options(bucket=given.bucket, without=given.without, backend=given.backend)
+        backend = "inductor" if given.backend.startswith("inductor") else "eager"  # a graph would copy the parameters
+        options = Options(bucket=given.bucket, without=given.without, backend=backend)
         return lower(local, self.train.mesh, (params, *batch), name=self.f.name, options=options)
 
     def _own_layers(self, params: PyTree) -> PyTree:

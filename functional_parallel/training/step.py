@@ -24,7 +24,7 @@ from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
 from ..requests import flat_update
-from ..runtime import Origin, check_backend, device_of, moved_to, note_step
+from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_device
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
 from .batches import tensors_of
@@ -226,9 +226,10 @@ class TrainStep(StateManager):
 
     def _key(self, state: TrainState) -> list[torch.Tensor]:
         seed = self.options.seed
-        return (
-            [] if seed is None else [random.fold_in(random.key(seed), state.step).to(device=device_of(state.handles))]
-        )
+        if seed is None:
+            return []
+        key, device = random.fold_in(random.key(seed), state.step), device_of(state.handles)
+        return [key if device is None else to_device(key, device)]
 
     def compile(self, f: Callable[..., Any]) -> StateFunction:
         """Compile another function of the parameters, to be called on a state. The layout of the parameters stays.

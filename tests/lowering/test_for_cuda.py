@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel import optim
-from functional_parallel.errors import TracingError
 from functional_parallel.ir import info, operands_of
 from functional_parallel.program import Program
 from functional_parallel.schedules import FAMILIES
@@ -165,6 +163,7 @@ def _is_elsewhere(x: Any) -> bool:
 def check(lowered: Any) -> None:
     found = [line for program in programs_of(lowered) for line in mixed(program)]
     assert not found, "\n".join(found)
+    assert not [str(each) for each in lowered.host_ops() if each.waits]  # nothing synchronizes the host
     assert lowered.memory() and lowered.price() and lowered.explain()
 
 

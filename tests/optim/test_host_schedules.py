@@ -137,7 +137,7 @@ def nothing(step: int) -> None:
 
 @pytest.mark.parametrize("plan", ["zero 3", "pipeline"])
 def test_a_devices_count_is_read_once(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_rates, "_is_in_main_memory", lambda step: False)
+    monkeypatch.setattr(host_rates, "in_main_memory", lambda step: False)
     reads: list[int] = []
     plainly = host_rates._read
     monkeypatch.setattr(host_rates, "_read", lambda step: reads.append(1) or plainly(step))

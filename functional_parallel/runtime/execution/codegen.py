@@ -6,6 +6,7 @@ ranks, it is a list with one tensor per class, and a line loops over the classes
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,10 +16,13 @@ import torch
 from torch import fx
 
 from ... import _torch
-from ...ir import Traced, differentiable_form, info, operands_of, primitive_name
+from ...ir import Traced, differentiable_form, in_main_memory, info, operands_of, primitive_name, where
+from ..handles import to_device
 from .origins import Recorded
 
 aten = torch.ops.aten
+
+_FILE, _ENDS = "<program>", "__ends__"  # of the function, and the lines of its ops
 
 
 @dataclass
@@ -28,7 +32,8 @@ class Writer:
     `line(node, writer)` returns the right-hand side for one op. It may add objects to `constants` and name them. An op
     that it also adds to `pending` returns a handle. The handle's `wait()` is called before the first use and returns
     the value. `order` is the order in which ops are written, by default the graph's. `readers` maps each op that writes
-    into its operands to the ops that must have read them before. `record` notes the result of each op.
+    into its operands to the ops that must have read them before. `record` notes the result of each op. `recorded` tells
+    that a CUDA graph records the kernels.
     """
 
     traced: Traced
@@ -37,6 +42,7 @@ class Writer:
     order: Sequence[fx.Node] | None = None
     readers: Mapping[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
     record: Recorded | None = None
+    recorded: bool = False
     pending: set[fx.Node] = field(default_factory=set)
     names: dict[fx.Node, str] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +51,7 @@ class Writer:
         """Compile the program to `run(inputs) -> outputs`, with lists as input and output."""
         lines = [f"{self._name(node)} = inputs[{index}]" for index, node in enumerate(self.traced.inputs)]
         lines.append("inputs.clear()")
+        ends: list[tuple[int, fx.Node]] = []  # the number of the last line of each op
         for node in self.traced.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = self.constant(wrap_constant(self.traced.constants[node.target]))
@@ -58,14 +65,15 @@ class Writer:
                 right = f"{self.constant(partial(self.record.note, node))}({right})"
             stops = f"with {self.constant(torch.no_grad)}(): " if _stops(node, self.differentiable) else ""
             lines.append(f"{stops}{self._name(node)} = {right}")
+            ends.append((len(lines) + 1, node))
             dead = [self.names[value] for value in drops.get(node, ()) if value.op != "get_attr"]
             if dead:
                 lines.append(f"del {', '.join(dead)}")
         lines += self._waits([out for out in self.traced.outputs if isinstance(out, fx.Node)])
         outputs = ", ".join(self.names[out] if isinstance(out, fx.Node) else repr(out) for out in self.traced.outputs)
         source = "def run(inputs):\n    " + "\n    ".join([*lines, f"return [{outputs}]"])
-        scope = dict(self.constants)
-        exec(compile(source, "<program>", "exec"), scope)
+        scope = {**self.constants, _ENDS: ends}
+        exec(compile(source, _FILE, "exec"), scope)
         result: Callable[..., Any] = scope["run"]
         return result
 
@@ -92,9 +100,19 @@ class Writer:
         return self.constant(value)
 
     def call(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
+        if not self.differentiable and is_moved_to_device(node):
+            return self._moved(node, node_text)
         parts = [self.argument(arg, node_text) for arg in node.args]
         parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
         return f"{self.op(node.target)}({', '.join(parts)})"
+
+    def _moved(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
+        """Return a copy of a value on a device. In recorded kernels, a constant is copied to it before."""
+        (source, *_), aval = node.args, info(node).aval
+        placed = partial(_placed, dtype=aval.dtype, device=aval.device)
+        if self.recorded and source.op == "get_attr":
+            return f"{self.constant(placed(self.traced.constants[source.target]))}.clone()"
+        return f"{self.constant(placed)}({node_text(source)})"
 
     def _name(self, node: fx.Node) -> str:
         return self.names.setdefault(node, f"v{len(self.names)}")
@@ -115,11 +133,33 @@ class Writer:
         return drops
 
 
+def failing_op(error: BaseException | None) -> str:
+    """Return the op of a program that raised an error, or one that it was raised after, with its source line."""
+    found = "it"
+    while error is not None:
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == _FILE:
+                found = next((where(node) for end, node in frame.f_globals[_ENDS] if line <= end), found)
+        error = error.__context__
+    return found
+
+
 def is_alias(node: fx.Node, differentiable: bool) -> bool:
     """Whether the op's result is its operand: casts that no derivative stops at, and detach without derivatives."""
     if node.target is aten.detach.default:
         return not differentiable
     return primitive_name(node) == "pcast" and not _stops(node, differentiable)
+
+
+def is_moved_to_device(node: fx.Node) -> bool:
+    """Whether an op copies a value from main memory to a device."""
+    if node.target is not aten._to_copy.default or not isinstance(node.args[0], fx.Node):
+        return False
+    return in_main_memory(info(node.args[0]).aval) and not in_main_memory(info(node).aval)
+
+
+def _placed(x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return to_device(x.to(dtype), device)
 
 
 def _stops(node: fx.Node, differentiable: bool) -> bool:

@@ -15,7 +15,7 @@ from torch import fx
 from ... import _torch
 from ...errors import BackendError
 
-BACKENDS = ("eager", "inductor")
+BACKENDS = ("eager", "inductor", "cudagraphs", "inductor+cudagraphs")
 CompiledFn = Callable[..., Sequence[torch.Tensor]]
 
 _regions: WeakValueDictionary[str, CompiledRegion] = WeakValueDictionary()

@@ -36,6 +36,7 @@ from ...ir import (
 )
 from ...ops import UNPACK, unpacked
 from ...program import STARTED, Program, mutated_operands, overlapped, readers_before_writes, storage_root
+from .codegen import is_moved_to_device
 from .inductor import CompiledRegion, region_of
 from .repeats import cuts_between_repeats
 
@@ -98,7 +99,7 @@ def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or mutated_operands(node):
         return False
-    if _is_view(node) and len(operands_of(node)) != 1:
+    if (_is_view(node) and len(operands_of(node)) != 1) or is_moved_to_device(node):
         return False
     return torch.Tag.dynamic_output_shape not in target.tags and not _is_random(node)
 

@@ -8,7 +8,7 @@ faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from torch import Tensor
 from sharding_specs import Mesh
 
 from ...collectives import GATHERED, are_bound, bind, reference
+from ...errors import BackendError
 from ..algorithms import Algorithm, AlgorithmGroup, Selection, TaggedMessages, launch, requested_algorithm, select
 from ..buffers import BucketLayout, Operand, cat_or_view, to_tensor
 from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name
@@ -280,6 +281,16 @@ class ProcessCommunicator:
                 team = members.team
             self._selected[members] = select(team, self.algorithm, self.reduction == "ordered")
         return self._selected[members]
+
+    def require_capturable(self, name: str, axes: Iterable[Axes]) -> None:
+        """Raise `BackendError` unless a CUDA graph can hold collectives over these axes."""
+        for each in axes:
+            backend = self._groups.over(each).backend
+            if backend != "nccl":
+                raise BackendError(
+                    f"backend='cudagraphs' cannot capture {name}: its collectives over {each} go by {backend}, whose "
+                    "host takes part in each. Start the processes with nccl, or use backend='eager'"
+                )
 
     def _reduces_itself(self, x: Tensor, axes: Axes) -> bool:
         """Whether the backend's own reduction may be used. It supports few dtypes, and its order of addition varies."""

@@ -29,7 +29,8 @@ from ...ir import checksum, first_difference, hollow, sample_hash
 from ...program import Program, has_owner
 from ...rules import REPLICATED, Shard, convert
 from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names
-from ..execution import Log, Origin
+from ..execution import CapturedFunction, Log, Origin
+from ..handles import to_device
 from ..interface import Runtime, Where
 from ..launchers import launch_of_environment
 from ..mpi import MPI_BACKENDS, chosen_backend, start_mpi
@@ -96,15 +97,23 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     # --- handles ---
 
     def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        return self._placed(x, spec, torch.Tensor.to)
+
+    def _placed(
+        self, x: torch.Tensor, spec: P, move: Callable[[torch.Tensor, torch.device], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return this rank's shard, in separate memory of its device."""
         part = shard_leaf(x, spec, self.mesh, self.rank)
         if part.is_meta:  # another rank holds it
             return part
-        part = part.to(self.device)
-        return part if _torch.has_functorch_level([x]) else part.clone(memory_format=torch.contiguous_format)
+        placed = move(part, self.device)
+        if placed is not part or _torch.has_functorch_level([x]):
+            return placed.contiguous()
+        return placed.clone(memory_format=torch.contiguous_format)
 
     def own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """Return a shard that this rank was given, on this rank's device."""
-        return x.to(self.device)
+        return to_device(x, self.device)
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         return hollow(x, whole_shape(x.shape, spec, self.mesh))
@@ -174,7 +183,9 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         """Run one of several programs of a step. Ranks have agreed, axes are bound, and nothing is differentiated."""
         made = program.cache.get("process")
         if made is None or made[0] is not self.carrier:  # for example after another init_process_group
-            made = program.cache["process"] = (self.carrier, RankProgram(program, self.carrier).function())
+            function = RankProgram(program, self.carrier).function()
+            function = CapturedFunction(program, function) if program.is_captured else function
+            made = program.cache["process"] = (self.carrier, function)
         result: list[torch.Tensor] = made[1](handles)
         return result
 
@@ -209,7 +220,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         if not _torch.has_functorch_level([x]):
-            return self.shard(x, spec)
+            return self._placed(x, spec, to_device)
         with self.carrier.bound():
             for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: -placement.outer):
                 if self.mesh.axis_size(axis) > 1:
@@ -221,6 +232,8 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def agree_on(self, program: Program) -> None:
         if "doing" in program.cache and program.cache.setdefault("agreed", self.carrier) is self.carrier:
             return
+        if program.is_captured:
+            self.carrier.require_capturable(program.name, {one.axes for one in program.collectives()})
         mine = program.fingerprint()
         all_prints = self.exchange(mine, "to compare programs")
         if len(set(all_prints)) > 1:

@@ -38,7 +38,7 @@ class RankProgram:
     def __init__(self, program: Program, carrier: ProcessCommunicator, record: bool = False) -> None:
         self.program, self.carrier = program, carrier
         self.record = Recorded(program.traced, lambda node: (carrier.rank,)) if record else None
-        if program.backend == "inductor" and not record:
+        if program.is_compiled and not record:
             regions = with_regions(program)
             traced, order, readers = regions.traced, list(regions.traced.nodes), regions.readers
         else:
@@ -55,7 +55,9 @@ class RankProgram:
         before = {node: [self._packed_when_sent.get(reader, reader) for reader in readers[node]] for node in readers}
         for node, ended in one_scatter_at_a_time(order).items():
             before[node] = [*before.get(node, ()), *ended]
-        self.writer = Writer(traced, self.line, order=order, readers=before, record=self.record)
+        self.writer = Writer(
+            traced, self.line, order=order, readers=before, record=self.record, recorded=program.is_captured
+        )
 
     def function(self) -> Callable[..., Any]:
         return self.writer.function()
