@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_parallel as fp
 from functional_parallel import optim
+from functional_parallel.errors import TracingError
 from functional_parallel.ir import info, operands_of
 from functional_parallel.program import Program
 from functional_parallel.schedules import FAMILIES
