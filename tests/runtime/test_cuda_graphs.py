@@ -75,6 +75,9 @@ class Recorder:
     def __init__(self) -> None:
         self.aside = self.recorded = self.launches = 0
 
+    def wait(self, device: torch.device) -> None:
+        pass
+
     def run_aside(self, device: torch.device, run: Callable[[], Tensors]) -> Tensors:
         self.aside += 1
         return run()

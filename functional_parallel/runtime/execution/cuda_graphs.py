@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import optree
@@ -28,27 +28,20 @@ Tensors = list[torch.Tensor]
 Function = Callable[[list[Any]], list[Any]]
 
 
-class GraphRecorder(Protocol):
-    """Device on which functions are recorded."""
-
-    def run_aside(self, device: torch.device, run: Callable[[], Tensors]) -> Tensors:
-        """Run a function op by op, as is needed before it is recorded."""
-
-    def record(self, device: torch.device, run: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        """Record the kernels of a function, without running them. Return its result, and a function that runs them.
-
-        The tensors of the result have their values after each run, until the next one.
-        """
-
-
-class _CudaRecorder:
+class GraphRecorder:
     """CUDA devices. All graphs of a device share one pool of memory, as they run one after another."""
 
     def __init__(self) -> None:
         self._pools: dict[torch.device, Any] = {}
         self._last: dict[torch.device, torch.cuda.Event] = {}
 
+    def wait(self, device: torch.device) -> None:
+        """Let the current stream wait for the last launch, for a caller that changes the stream."""
+        if device in self._last:
+            torch.cuda.current_stream(device).wait_event(self._last[device])
+
     def run_aside(self, device: torch.device, run: Callable[[], Tensors]) -> Tensors:
+        """Run a function op by op, as is needed before it is recorded."""
         with torch.cuda.device(device):
             stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -60,24 +53,26 @@ class _CudaRecorder:
             return results
 
     def record(self, device: torch.device, run: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
+        """Record the kernels of a function, without running them. Return its results, and a function that runs them.
+
+        The results have their values after each run, until the next one.
+        """
         with torch.cuda.device(device):
             pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
             graph = torch.cuda.CUDAGraph()
             # Other threads may call CUDA meanwhile, such as nccl's.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 results = run()
-        last = self._last.setdefault(device, torch.cuda.Event())
 
         def launch() -> None:
             with torch.cuda.device(device):
-                torch.cuda.current_stream().wait_event(last)  # for a caller that changes the stream
                 graph.replay()
-                last.record()
+                self._last.setdefault(device, torch.cuda.Event()).record()
 
         return results, launch
 
 
-RECORDER: GraphRecorder = _CudaRecorder()
+RECORDER = GraphRecorder()
 
 _LOCK = threading.RLock()  # buffers and the pool belong to one launch at a time
 _handed_out: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # state in use, by its address
@@ -111,6 +106,7 @@ class CapturedFunction:
                 graph = _Graph(self, leaves, tree, owners)
                 self._graphs.append(graph)
             handles.clear()
+            RECORDER.wait(graph.device)
             graph.take(leaves)
             leaves.clear()
             return graph.run()

@@ -233,7 +233,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         if "doing" in program.cache and program.cache.setdefault("agreed", self.carrier) is self.carrier:
             return
         if program.is_captured:
-            self.carrier.require_capturable(program.name, {one.axes for one in program.collectives()})
+            self.carrier.require_capturable(program.name, dict.fromkeys(one.axes for one in program.collectives()))
         mine = program.fingerprint()
         all_prints = self.exchange(mine, "to compare programs")
         if len(set(all_prints)) > 1:
