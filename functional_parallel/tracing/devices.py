@@ -65,7 +65,11 @@ def _from_values(make: Callable[..., torch.Tensor]) -> None:
     @intercept(make, always=True, same_strides=True)
     def made(*args: Any, device: Device | None = None, **kwargs: Any) -> Replaced:
         found = _missing(device)
-        return NotImplemented if found is None else make(*args, device="cpu", **kwargs).to(found)
+        if found is None:
+            return NotImplemented
+        if args and isinstance(args[0], torch.Tensor):  # it may be there
+            return make(args[0].to(found), *args[1:], **kwargs)
+        return make(*args, device="cpu", **kwargs).to(found)
 
 
 for _make in (torch.tensor, torch.as_tensor, torch.asarray):

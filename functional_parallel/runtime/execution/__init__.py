@@ -1,4 +1,4 @@
-"""Python functions of programs, with compiled regions."""
+"""Python functions of programs, with compiled regions, and CUDA graphs."""
 
 from .codegen import Writer
 from .cuda_graphs import CapturedFunction
