@@ -203,6 +203,7 @@ METHODS: dict[str, tuple[str, str, type, tuple[str, ...]]] = {
             "bytes_sent",
             "memory",
             "price",
+            "host_ops",
             "before",
             "after",
             "lines",
