@@ -38,7 +38,7 @@ def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> 
         elif not _only_looks(node):
             waiting.append(node)
     _write([*waiting, *_computed(out for out in traced.outputs if isinstance(out, fx.Node))], order, readers)
-    return list(order)
+    return _with_results(order)
 
 
 def one_scatter_at_a_time(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -61,6 +61,23 @@ def _write(nodes: Iterable[fx.Node], order: dict[fx.Node, None], readers: Mappin
     for node in nodes:
         for each in topological_order(node, lambda n: [*_computed(operands_of(n)), *readers.get(n, ())], order):
             order[each] = None
+
+
+def _with_results(order: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the order with each `getitem` moved directly after the op that it reads.
+
+    A result that is read later would keep all results of the op alive until then.
+    """
+    found: list[fx.Node] = []
+    for node in order:
+        if node.target is not operator.getitem:
+            found.append(node)
+            waiting = [node]
+            while waiting:
+                taken = [user for user in waiting.pop().users if user.target is operator.getitem]
+                found += taken
+                waiting += taken
+    return found
 
 
 def _computed(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -139,20 +139,6 @@ def _stretches(order: Sequence[fx.Node], mesh: Mesh) -> list[list[fx.Node]]:
     return found
 
 
-def _with_results(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the order with each `getitem` moved directly after the op that it reads."""
-    found: list[fx.Node] = []
-    for node in order:
-        if node.target is not operator.getitem:
-            found.append(node)
-            waiting = [node]
-            while waiting:
-                taken = [user for user in waiting.pop().users if user.target is operator.getitem]
-                found += taken
-                waiting += taken
-    return found
-
-
 def _cut(stretch: list[fx.Node]) -> list[list[fx.Node]]:
     """Cut a stretch between its layers. If a piece is still long, cut where the fewest values cross."""
     crossing = _crossing(stretch)
@@ -205,7 +191,7 @@ class _RegionBuilder:
 
     def result(self) -> RegionProgram:
         readers = readers_before_writes(self.old)
-        order = _with_results(overlapped(self.old, readers))
+        order = overlapped(self.old, readers)
         for node in self.old.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._copy(node)
