@@ -24,9 +24,9 @@ class PipelineValue:
     aval: Aval  # on one rank
 
 
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(x: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Copy a tensor to a device. The host does not wait for the device, and may write into the tensor afterwards."""
-    if x.device.type != "cpu" or device.type != "cuda" or _torch.is_functorch_wrapped(x):
+    if x.device.type != "cpu" or device is None or device.type != "cuda" or _torch.is_functorch_wrapped(x):
         return x.to(device)
     if x.ndim == 0:
         return torch.full((), x.item(), dtype=x.dtype, device=device)

@@ -95,8 +95,6 @@ def trace(
             stack.enter_context(count_stage_boundaries())
             stack.enter_context(_torch.unlogged_fakes())
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it would read values
-            # autograd has no thread for a device that was registered after its first use
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(mode)
             stack.enter_context(recording)
             outputs = _call(fn, arguments)

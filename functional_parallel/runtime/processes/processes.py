@@ -99,9 +99,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         return self._placed(x, spec, torch.Tensor.to)
 
-    def _placed(
-        self, x: torch.Tensor, spec: P, move: Callable[[torch.Tensor, torch.device], torch.Tensor]
-    ) -> torch.Tensor:
+    def _placed(self, x: torch.Tensor, spec: P, move: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Return this rank's shard, in separate memory of its device."""
         part = shard_leaf(x, spec, self.mesh, self.rank)
         if part.is_meta:  # another rank holds it
