@@ -111,6 +111,14 @@ def OutSpecError() -> Any:
 
 
 @case
+def EqualCopiesWarning() -> Any:
+    def copies(x: torch.Tensor) -> torch.Tensor:
+        return fp.psum(fp.all_gather(x, "tensor"), "tensor")
+
+    return body(copies)(X)
+
+
+@case
 def TypingError() -> Any:
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return fp.psum(fp.psum(x.sum(), "tensor"), "tensor")
