@@ -44,6 +44,8 @@ __all__ = [
     "ReentrantCallError",
     "RuleError",
     "ScheduleError",
+    "SideEffectError",
+    "SideEffectWarning",
     "SpecError",
     "TracingError",
     "TypingError",
@@ -68,6 +70,16 @@ class CustomFunctionError(TracingError):
 
 class MemoryLayoutError(TracingError):
     """Raised for an op with a result that depends on strides or memory, which may differ between program and eager."""
+
+
+class SideEffectError(Error, ValueError):
+    """Raised for a habit of torch that changes more than values, and that a compiled function would ignore: a hook on
+    gradients, or a change of the module or its optimizer after `fp.prepare`. It names the object and the change.
+    """
+
+
+class SideEffectWarning(UserWarning):
+    """Warning of a side effect that happened only while a function was traced, such as a hook that records values."""
 
 
 class RandomKeyError(Error, RuntimeError):

@@ -18,6 +18,7 @@ from .fakes import (
     without_constant,
 )
 from .functions import FunctionContext, InDims, VmapInfo, running_functions
+from .hooks import flags_of_parameter, forward_hooks, gradient_hooks, has_step_hooks
 from .initialisers import default_generator, redrawing_initialiser
 from .ops import (
     HigherOrderOp,
@@ -35,7 +36,6 @@ from .ops import (
     stride_free,
     under_transforms,
 )
-from .optimizers import has_step_hooks
 from .stand_in import FakeTensorMode, device_for_trace, is_missing, wished_device
 from .threads import Replacement, of_thread, pushed
 from .transforms import (
@@ -57,6 +57,7 @@ from .transforms import (
     next_node_number,
     unwrap,
 )
+from .writes import address, lazy_clone
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
@@ -71,6 +72,7 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "VmapInfo",
+    "address",
     "as_composed",
     "backward_node_number",
     "checkpointing",
@@ -85,12 +87,15 @@ __all__ = [
     "disable_modes",
     "disable_torch_function",
     "dispatch_modes",
+    "flags_of_parameter",
     "forget_fakes",
     "forget_names",
     "forgetting_shapes",
+    "forward_hooks",
     "functional_variant",
     "fused_adamw_",
     "fused_backwards",
+    "gradient_hooks",
     "grouped_mm",
     "has_derivative",
     "has_functorch_level",
@@ -102,6 +107,7 @@ __all__ = [
     "is_functorch_wrapped",
     "is_inside_transform",
     "is_missing",
+    "lazy_clone",
     "mapped_dims",
     "needs_higher_derivatives",
     "next_node_number",

@@ -1,5 +1,6 @@
 """Functions on shards: layouts, positional arguments, grad, vmap, jvp and hessian, modules as functions."""
 
+from .dependencies import require_no_gradient_hooks
 from .derivatives import grad, grad_and_value, hessian, jvp, unused, vmap
 from .foreign import require_function, require_mesh, written_here
 from .forward_first import filled
@@ -17,3 +18,4 @@ from .local_function import (
     specs_per_leaf,
 )
 from .request import LayerConversion, PyTree, Request, SpecTree
+from .snapshot import Snapshot

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ..collectives import check_callable
-from ..tracing import assume
+from ..tracing import is_kept
 from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
+from .dependencies import Dependencies
 from .foreign import require_module
 from .request import PyTree
 
@@ -32,9 +33,9 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
     (['bias', 'weight'], torch.Size([3, 1]))
 
     Args:
-        module: any module, including Hugging Face models. It is not changed. Its mode (train or eval) at the time of
-            the call is used. This also holds for compiled functions, which have one program per mode. A program freezes
-            all other attributes of the module when it is traced.
+        module: any module, including Hugging Face models. It is not changed. Its mode (train or eval), attributes,
+            submodules, buffers and forward hooks at the time of the call are used. This also holds for compiled
+            functions, which are traced again if one of these has changed.
         buffers: whether to pass buffers in and out as state. The running statistics of batch norm need this in
             training. Batch norm and `nn.SyncBatchNorm` use the statistics of the global batch.
 
@@ -49,6 +50,7 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
         ForeignCollectiveError: for a DDP or FSDP module, because torch.func does not see its hidden hooks.
         ValueError: for a `SyncBatchNorm` over only some ranks. When the function is called, if buffers or frozen
             parameters of the module are on the meta device but the passed parameters are not.
+        SideEffectError: when the function is traced, if the module or a parameter has a hook on gradients.
     """
     require_module(module, "fp.functional")
     check_callable(module)
@@ -56,25 +58,27 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
     every = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad} or every
     params = {name: parameter.detach() for name, parameter in trained.items()}
-    frozen = {name: parameter.detach() for name, parameter in every.items() if name not in trained}
     state = {name: buffer.detach() for name, buffer in module.named_buffers()}
     norms = as_batch_norms if holds_batch_norms(module) else nullcontext
-    parts = tuple(module.modules())
-    valueless = [name for name, constant in {**frozen, **state}.items() if constant.is_meta]
+    dependencies = Dependencies(module)
+    valueless = [name for name, constant in {**every, **state}.items() if name not in params and constant.is_meta]
+
+    def constants() -> Tensors:
+        held = (*module.named_parameters(), *module.named_buffers())
+        return {name: tensor.detach() for name, tensor in held if name not in params}
 
     def run(tensors: Tensors, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        assume(lambda: tuple([part.training for part in parts]))
-        with norms():
-            return torch.func.functional_call(module, tensors, args, kwargs)
+        with norms(), dependencies.recorded() if is_kept() else nullcontext():
+            return torch.func.functional_call(module, {**constants(), **tensors}, args, kwargs)
 
     def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if valueless and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in params.values()):
             raise ValueError(_VALUELESS.format(module=type(module).__name__, names=", ".join(valueless)))
-        return run({**frozen, **state, **params}, args, kwargs)
+        return run(params, args, kwargs)
 
     def fn_of_state(params: Tensors, state: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
         own = {name: buffer.clone() for name, buffer in state.items()}
-        return run({**frozen, **params, **own}, args, kwargs), own
+        return run({**params, **own}, args, kwargs), own
 
     fn.__name__ = fn_of_state.__name__ = type(module).__name__
     return (fn_of_state, params, state) if buffers else (fn, params)

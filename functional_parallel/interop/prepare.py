@@ -11,12 +11,15 @@ from torch import nn
 
 from sharding_specs import Mesh
 
-from ..functions import functional
+from ..errors import SideEffectError
+from ..functions import functional, require_no_gradient_hooks
 from ..optim import Optimizer
 from ..runtime import world_size
 from ..training import Metrics, TrainStep, train_step
 from ..transforms import data_parallel
+from .habits import Habits
 from .torch_optimizers import rates_of, translated
+from .writes import Writes
 
 Model = Callable[..., Any]
 Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -52,9 +55,11 @@ def prepare(
     True
 
     Args:
-        module: the module. It is not changed until `step.module()`.
+        module: the module. It is not changed until `step.module()`. Values written into its parameters after
+            `step.module()` are taken into the state; docs/migration.md has a table of such changes.
         optimizer: an optimizer of `torch.optim` that has made no step, with any parameter groups, or one of `fp.optim`
-            for the parameters by name. Parameters in no group stay fixed, as in torch.
+            for the parameters by name. Parameters in no group stay fixed, as in torch. Without a scheduler, a step
+            uses the rates that its groups have at that time.
         scheduler: a scheduler of `torch.optim.lr_scheduler` for this optimizer. It is copied.
         loss: `loss(model, *batch) -> scalar`, the mean over the batch; `model` is called like the module.
         mesh: the mesh; by default `Mesh(data=n)` for n processes.
@@ -71,10 +76,13 @@ def prepare(
         TypeError: for a module, optimizer or scheduler that is none, or that has no counterpart here.
         ValueError: for an option of the optimizer without counterpart, an optimizer that has made steps, a scheduler
             that reads the loss, and a module whose buffers change in training.
+        SideEffectError: for hooks on gradients or on steps. A step raises it if the module or the optimizer was changed
+            in a way that it cannot follow.
     """
     if mesh is None:
         mesh, plan = Mesh(data=world_size()), plan or data_parallel("data")
     fn, params = functional(module)
+    require_no_gradient_hooks(module, f"prepare: {type(module).__name__}")
     _require_fixed_buffers(module)
     if isinstance(optimizer, Optimizer):
         if scheduler is not None:
@@ -83,7 +91,7 @@ def prepare(
     else:
         own = translated(optimizer, module, rates_of(scheduler, optimizer, scheduler_every))
     train = train_step(_of_params(loss, fn, "loss"), own, mesh, plan, **options)
-    return PreparedStep(module, fn, train, params, plan)
+    return PreparedStep(module, fn, train, params, plan, Habits(module, params, optimizer, scheduler))
 
 
 class PreparedStep:
@@ -95,24 +103,52 @@ class PreparedStep:
         metrics: metrics of the last step; None before the first.
     """
 
-    def __init__(self, module: nn.Module, fn: Model, train: TrainStep, params: Any, plan: Plan | None) -> None:
+    def __init__(
+        self, module: nn.Module, fn: Model, train: TrainStep, params: Any, plan: Plan | None, habits: Habits
+    ) -> None:
         self.train, self.state = train, train.init(params)
         self.metrics: Metrics | None = None
-        self._module, self._fn, self._plan = module, fn, plan
+        self._module, self._fn, self._plan, self._habits = module, fn, plan, habits
+        named = dict(module.named_parameters())
+        self._writes, self._in_module = Writes({name: named[name] for name in params}), self.state
 
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
         """Train on one batch. Return the loss before the update, detached."""
+        self._follow()
         self.state, self.metrics = self.train(self.state, *batch, **named)
         return self.metrics.loss
 
     def module(self) -> nn.Module:
         """Write the current parameters into the module, on every process, and return it."""
+        self._follow()
         current = self.train.params(self.state)
+        self._writes.release()
         with torch.no_grad():
             for name, parameter in self._module.named_parameters():
                 if name in current:
                     parameter.copy_(current[name])
+        self._writes.arm()
+        self._in_module = self.state
         return self._module
+
+    def _follow(self) -> None:
+        """Take over values that were written into the module, and refuse other changes of it or its optimizer."""
+        self._habits.require_same()
+        written = self._writes.found()
+        if not written:
+            return
+        if self.state is not self._in_module:
+            self._writes.arm()  # `step.module()` is the way out
+            raise SideEffectError(
+                f"prepare: values were written into {', '.join(written)} of {type(self._module).__name__}, which had "
+                f"the parameters of an earlier step, not of step {self.state.step}: call step.module() first, which "
+                "writes the current parameters into the module, and write then. To continue from a saved state, use "
+                "step.state = step.train.load(…) or step.train.restore(…)"
+            )
+        params, state = self.train.whole(self.state)
+        self.state = self.train.load({**params, **written}, state, self.state.step)
+        self._writes.arm()
+        self._in_module = self.state
 
     def eval(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function of the model that is evaluated on the sharded state. It is called with batches.
@@ -136,6 +172,7 @@ class PreparedStep:
         compiled = self.train.compile(of_params if self._plan is None else self._plan(of_params))
 
         def evaluate(*batch: Any, **named: Any) -> Any:
+            self._follow()
             modes = [(each, each.training) for each in self._module.modules()]
             self._module.eval()
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -16,7 +17,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .. import _torch, optim
+from ..errors import SideEffectError
 from ..optim import Optimizer, PathSet, Schedule
+from ..tracing import assume
 
 _CLASSES: dict[type[torch.optim.Optimizer], tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     torch.optim.AdamW: (optim.adamw, ("betas", "eps", "weight_decay")),
@@ -40,7 +43,7 @@ def translated(optimizer: torch.optim.Optimizer, module: nn.Module, rates: list[
             "subclass of them, which may update differently. Give an optimizer of fp.optim, or a pair of functions "
             "fp.optim.Optimizer(init, update)"
         )
-    _require_fresh(optimizer)
+    require_fresh(optimizer)
     names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
     groups: dict[str, Optimizer | None] = {}
     for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
@@ -76,26 +79,39 @@ def _of_group(kind: type[torch.optim.Optimizer], number: int, group: Mapping[str
     return make(rate, **{key: group[key] for key in options})
 
 
-def _require_fresh(optimizer: torch.optim.Optimizer) -> None:
+def require_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has made steps, or has hooks."""
     if any(optimizer.state.values()):
-        raise ValueError(
-            "prepare: the optimizer has made steps, and its state would be lost: prepare it before the first step, and "
-            "continue a run by step.train.load"
+        raise SideEffectError(
+            "prepare: the optimizer has made steps, or has loaded a state, that a step does not use: prepare it before "
+            "the first step, leave out optimizer.step(), and continue a run by step.train.load"
         )
     if _torch.has_step_hooks(optimizer):
-        raise ValueError(
+        raise SideEffectError(
             "prepare: the optimizer has step hooks, Python functions that a compiled step cannot call. Remove them, or "
             "call them in the loop"
         )
 
 
-def rates_of(scheduler: Any, optimizer: torch.optim.Optimizer, every: int) -> list[float | Callable[[Any], float]]:
-    """Return the rate of each parameter group, a function of the number of updates done if a scheduler changes it.
+def options_of(optimizer: torch.optim.Optimizer, *, with_rates: bool) -> list[dict[str, Any]]:
+    """Return the options of each group that a compiled update depends on, and the identities of its parameters."""
+    keys = [key for key in optimizer.defaults if key not in _OF_IMPLEMENTATIONS or (with_rates and key == "lr")]
+    return [
+        {
+            **{key: tuple(group[key]) if isinstance(group[key], list) else group[key] for key in keys},
+            "params": [*map(id, group["params"])],
+        }
+        for group in optimizer.param_groups
+    ]
 
-    The scheduler steps once per `every` updates.
+
+def rates_of(scheduler: Any, optimizer: torch.optim.Optimizer, every: int) -> list[Schedule]:
+    """Return the rate of each parameter group, a function of the number of updates done.
+
+    The scheduler steps once per `every` updates. Without one, the rates are those of the optimizer at each update.
     """
     if scheduler is None:
-        return [float(group["lr"]) for group in optimizer.param_groups]
+        return [_OwnRate(optimizer, number) for number in range(len(optimizer.param_groups))]
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "prepare: ReduceLROnPlateau reads the loss, so its rate is no function of the number of updates. Give "
@@ -113,6 +129,32 @@ def rates_of(scheduler: Any, optimizer: torch.optim.Optimizer, every: int) -> li
     course = _Course(scheduler, optimizer, every)
     course.rates(1)  # a scheduler that cannot be translated is refused here, not in training
     return [_Rate(course, number) for number in range(len(optimizer.param_groups))]
+
+
+class _OwnRate:
+    """Rate of a group of a torch optimizer: a constant until a loop changes it, then read at each update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
+        self.optimizer, self.group, self.is_constant = weakref.ref(optimizer), group, True  # programs outlive steps
+        self.rate = float(optimizer.param_groups[group]["lr"])
+
+    def __call__(self, updates: Any) -> float:
+        if self._read():
+            assume(self._read)
+        else:
+            int(updates)  # a trace does not have it, so the function is called when the program runs
+        return self.rate
+
+    def _read(self) -> bool:
+        """Read the rate. Return whether it has been the same at all times."""
+        before, optimizer = self.rate, self.optimizer()
+        if optimizer is not None:
+            self.rate = float(optimizer.param_groups[self.group]["lr"])
+        self.is_constant = self.is_constant and self.rate == before
+        return self.is_constant
+
+    def __repr__(self) -> str:
+        return f"{self.rate}"
 
 
 class _Rate:

@@ -3,7 +3,7 @@
 from . import source
 from .abstract import abstract, is_abstract, refuse_abstract, without_values
 from .aval import OPS_ON_SHAPES, Aval, aval_of, hollow, in_main_memory, scalar_beside, without_memory
-from .checksum import checksum, memory_of, sample_hash
+from .checksums import checksum, memory_of, sample_hash
 from .eval_node import casts_are_explicit, eval_node, explicit_casts, grad_mode_of
 from .graph import (
     Args,

@@ -11,7 +11,7 @@ from torch.fx.node import Argument
 from sharding_specs import Mesh
 
 from ..collectives import Type
-from .checksum import contents
+from .checksums import contents
 from .graph import Traced, primitive_name
 from .info import info
 

@@ -25,15 +25,18 @@ class Assumption:
 
     read: Callable[[], Hashable]
     found: Hashable
+    describe: Callable[[], str] | None = None  # how what is read differs now
 
     def holds(self) -> bool:
         return self.read() == self.found
 
 
-def assume(read: Callable[[], Hashable]) -> None:
+def assume(read: Callable[[], Hashable], describe: Callable[[], str] | None = None) -> None:
     """Allow the current trace to be used only while `read` returns the same value. Without a trace, do nothing."""
     for found in _open():
-        found.append(Assumption(read, read()))
+        assumption = Assumption(read, read(), describe)
+        if assumption not in found:
+            found.append(assumption)
 
 
 @contextmanager
@@ -62,6 +65,7 @@ T = TypeVar("T", bound=Assuming)
 Key = tuple[Any, tuple[LeafSignature, ...]]  # a tree, and the signature of each of its leaves
 
 _MANY = 32  # programs of one function that cause a warning; the number doubles after each warning
+_MANY_FOR_A_KEY = 8  # programs for one key that cause a warning
 _MOST = 3  # leaves that the warning names
 
 
@@ -80,8 +84,21 @@ class ProgramCache(Generic[T]):
         for each in found:
             if all(assumption.holds() for assumption in each.assumptions):
                 return each
+        if found and len(found) % _MANY_FOR_A_KEY == 0:
+            self._warn_of_changes(found[-1])
         found.append(make())
         return found[-1]
+
+    def _warn_of_changes(self, last: T) -> None:
+        failed = (each for each in last.assumptions if not each.holds())
+        changes = ", ".join(each.describe() for each in failed if each.describe is not None)
+        warnings.warn(
+            f"{self._name} is traced again for the same arguments, because what it depends on besides them changes "
+            f"between calls: {changes or 'a mode, or a constant'}. Each trace takes as long as the first one and is "
+            "kept: pass what changes as an argument",
+            RuntimeWarning,
+            stacklevel=self._below + 3,
+        )
 
     def _warn(self, key: Key) -> None:
         last = next(reversed(self._found))

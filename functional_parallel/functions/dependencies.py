@@ -1,0 +1,161 @@
+"""Python state that the traced forward of a module depends on, or changes.
+
+A program is traced again if an attribute, submodule, buffer, hook, class or mode of the module has changed. Changes by
+the forward, and hooks that only have side effects, occur during the trace and in no later step: each causes one
+warning. Hooks on gradients are refused, because torch's autograd does not run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+
+from .. import _torch
+from ..errors import SideEffectError, SideEffectWarning
+from ..ir import current_source, warn_at
+from ..tracing import assume
+from .snapshot import Snapshot
+
+
+class Dependencies:
+    """Dependencies of the programs that are traced from a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._name = module, type(module).__name__
+        self._latest: Snapshot | None = None
+        self._written: set[str] = set()  # by the forward
+        self._warned: set[str] = set()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the dependencies of the current trace, and report side effects of the forward called inside."""
+        require_no_gradient_hooks(self._module, self._name)
+        before = self._latest if self._latest is not None and self._latest.holds() else self._snapshot()
+        by_hooks: set[str] = set()
+        with self._watched_hooks(by_hooks):
+            yield
+        changes = [*before.changes()]
+        for change in changes:
+            if change.owner not in by_hooks:
+                self._warn(change.owner, f"{change}, by a forward. Return the value, and pass it in where it is used")
+        self._written.update(change.owner for change in changes)
+        self._latest = self._snapshot() if changes else before
+        assume(self._latest.holds, self._latest.__str__)
+
+    def _snapshot(self) -> Snapshot:
+        """Return a snapshot of everything that a trace freezes. Trained parameters are arguments."""
+        tensors = {id(each): each for each in (*self._module.parameters(), *self._module.buffers())}
+        roots = [*_attributes_of(self._module), *_classes_of(self._module)]
+        roots += [(f"hooks of {path}", hooks) for path, _, hooks in _torch.forward_hooks(self._module)]
+        roots += [(f"hooks of {path}", hooks) for path, _, hooks in _torch.gradient_hooks(self._module)]
+        return Snapshot(roots, [each for each in tensors.values() if not each.requires_grad], self._written)
+
+    @contextmanager
+    def _watched_hooks(self, written: set[str]) -> Iterator[None]:
+        """Warn of forward hooks without an effect on values. Add the attributes that hooks assign to `written`."""
+        watched = [
+            (
+                hooks,
+                number,
+                hook,
+                partial(self._call, hook, f"{kind} {described(hook)} of {path or 'the module'}", path, written),
+            )
+            for path, kind, hooks in _torch.forward_hooks(self._module)
+            for number, hook in hooks.items()
+        ]
+        for hooks, number, _, call in watched:
+            hooks[number] = call
+        try:
+            yield
+        finally:
+            for hooks, number, hook, call in watched:
+                if hooks.get(number) is call:  # it did not remove itself
+                    hooks[number] = hook
+
+    def _call(
+        self, hook: Callable[..., Any], name: str, path: str, written: set[str], module: nn.Module, *args: Any
+    ) -> Any:
+        before, versions = dict(vars(module)), _versions(args)
+        result = hook(module, *args)
+        after = vars(module)
+        assigned = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
+        written.update(f"{path}.{key}".lstrip(".") for key in assigned)
+        if result is None and not assigned and versions == _versions(args):
+            self._warn(name, f"the {name} returns nothing. Return from the loss (has_aux=True) what it records")
+        return result
+
+    def _warn(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warn_at(
+                current_source(),
+                f"{self._name}: a side effect happened while a step was traced, on tensors without values, and does "
+                f"not happen in later steps: {text}",
+                SideEffectWarning,
+            )
+
+
+def require_no_gradient_hooks(module: nn.Module, name: str) -> None:
+    """Refuse hooks that torch's autograd would call."""
+    for path, kind, hooks in _torch.gradient_hooks(module):
+        for hook in hooks.values():
+            raise SideEffectError(
+                f"{name}: {path or 'the module'} has the {kind} {described(hook)}. A program computes gradients "
+                "without torch's autograd, so it would not be called. Remove it, and write its effect into the "
+                "forward, as `w * mask + w.detach() * ~mask` for gradients that are masked; or into the optimizer, as "
+                "an fp.optim.Transformation in fp.optim.chain; or use train_step(clip=…) and fp.optim.clip_value"
+            )
+
+
+def described(hook: Callable[..., Any]) -> str:
+    """Return the name of a hook, and its source line."""
+    inner = inspect.unwrap(hook.func if isinstance(hook, partial) else hook)
+    name, code = getattr(inner, "__qualname__", type(inner).__qualname__), getattr(inner, "__code__", None)
+    place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    return f"`{name.rpartition('<locals>.')[2]}`{place}"
+
+
+def _attributes_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, each in module.named_modules():
+        own = vars(each)
+        yield from ((path, own.get(name, {})) for name in ("_parameters", "_buffers", "_modules"))
+        yield path, own
+
+
+def _classes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Iterate over the attributes of the classes of a user's modules."""
+    classes = {kind: None for each in module.modules() for kind in type(each).__mro__}
+    yield "class of", _Classes(dict(module.named_modules()))
+    yield from ((kind.__name__, vars(kind)) for kind in classes if kind.__module__.partition(".")[0] not in _NOT_OPENED)
+
+
+_NOT_OPENED = {"torch", "builtins", "typing", "abc"}
+
+
+class _Classes(Mapping[str, type]):
+    """The present class of each module."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+
+    def __getitem__(self, path: str) -> type:
+        return type(self._modules[path])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+def _versions(args: Any) -> list[int]:
+    tensors = (leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    return [each._version for each in tensors if not each.is_inference()]
