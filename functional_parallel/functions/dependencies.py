@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from ..errors import SideEffectError, SideEffectWarning
+from ..errors import MutationError, SideEffectError, SideEffectWarning
 from ..ir import current_source, warn_at
 from ..tracing import assume
 from .snapshot import Snapshot
@@ -31,20 +31,33 @@ class Dependencies:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._name = module, type(module).__name__
         self._latest: Snapshot | None = None
-        self._written: set[str] = set()  # by the forward
+        self._written = {  # attributes that a forward changes; those of RNNs follow their parameters
+            f"{path}.{name}".lstrip(".")
+            for path, each in module.named_modules()
+            for name in ("_flat_weights", "_flat_weight_refs")
+            if isinstance(each, nn.RNNBase)
+        }
         self._warned: set[str] = set()
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self, params: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Record the dependencies of the current trace, and report side effects of the forward called inside."""
         require_no_gradient_hooks(self._module, self._name)
+        versions = {name: _versions([each]) for name, each in params.items()}
         before = self._latest if self._latest is not None and self._latest.holds() else self._snapshot()
         by_hooks: set[str] = set()
         with self._watched_hooks(by_hooks):
             yield
+        for name, each in params.items():
+            if versions[name] != _versions([each]):
+                raise MutationError(
+                    f"{self._name}: the forward writes into the parameter {name}, which a step does not keep: write "
+                    "between steps, after step.module(); or compute with a new tensor"
+                )
         changes = [*before.changes()]
         for change in changes:
-            if change.owner not in by_hooks:
+            is_memo = change.was_empty and not change.has_tensor  # computed once, and the same at every call
+            if change.owner not in by_hooks and not is_memo:
                 self._warn(change.owner, f"{change}, by a forward. Return the value, and pass it in where it is used")
         self._written.update(change.owner for change in changes)
         self._latest = self._snapshot() if changes else before
@@ -52,11 +65,13 @@ class Dependencies:
 
     def _snapshot(self) -> Snapshot:
         """Return a snapshot of everything that a trace freezes. Trained parameters are arguments."""
+        modules = [*self._module.modules()]
         tensors = {id(each): each for each in (*self._module.parameters(), *self._module.buffers())}
-        roots = [*_attributes_of(self._module), *_classes_of(self._module)]
-        roots += [(f"hooks of {path}", hooks) for path, _, hooks in _torch.forward_hooks(self._module)]
-        roots += [(f"hooks of {path}", hooks) for path, _, hooks in _torch.gradient_hooks(self._module)]
-        return Snapshot(roots, [each for each in tensors.values() if not each.requires_grad], self._written)
+        constants = [each for each in tensors.values() if not each.requires_grad]
+        hooks = (*_torch.forward_hooks(self._module), *_torch.gradient_hooks(self._module))
+        roots: list[tuple[str, Mapping[Any, Any]]] = [*_attributes_of(self._module), *_classes_of(self._module)]
+        roots += [(f"hooks of {path or 'the module'}", each) for path, _, each in hooks]
+        return Snapshot(roots, lambda: [*map(type, modules), *map(_memory, constants)], self._written)
 
     @contextmanager
     def _watched_hooks(self, written: set[str]) -> Iterator[None]:
@@ -88,7 +103,8 @@ class Dependencies:
         after = vars(module)
         assigned = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
         written.update(f"{path}.{key}".lstrip(".") for key in assigned)
-        if result is None and not assigned and versions == _versions(args):
+        is_of_a_library = getattr(hook, "__module__", "").partition(".")[0] in _LIBRARIES  # which uses what it records
+        if result is None and not assigned and not is_of_a_library and versions == _versions(args):
             self._warn(name, f"the {name} returns nothing. Return from the loss (has_aux=True) what it records")
         return result
 
@@ -130,32 +146,20 @@ def _attributes_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
         yield path, own
 
 
-def _classes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _classes_of(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Iterate over the attributes of the classes of a user's modules."""
     classes = {kind: None for each in module.modules() for kind in type(each).__mro__}
-    yield "class of", _Classes(dict(module.named_modules()))
     yield from ((kind.__name__, vars(kind)) for kind in classes if kind.__module__.partition(".")[0] not in _NOT_OPENED)
 
 
+_LIBRARIES = {"torch", "transformers"}
 _NOT_OPENED = {"torch", "builtins", "typing", "abc"}
-
-
-class _Classes(Mapping[str, type]):
-    """The present class of each module."""
-
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._modules = modules
-
-    def __getitem__(self, path: str) -> type:
-        return type(self._modules[path])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
 
 
 def _versions(args: Any) -> list[int]:
     tensors = (leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
     return [each._version for each in tensors if not each.is_inference()]
+
+
+def _memory(x: torch.Tensor) -> tuple[Any, ...]:
+    return _torch.address(x), x.shape, x.dtype, x.stride() if x.layout is torch.strided else None

@@ -68,7 +68,8 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
         return {name: tensor.detach() for name, tensor in held if name not in params}
 
     def run(tensors: Tensors, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        with norms(), dependencies.recorded() if is_kept() else nullcontext():
+        trained = {name: tensor for name, tensor in tensors.items() if name in params}
+        with norms(), dependencies.recorded(trained) if is_kept() else nullcontext():
             return torch.func.functional_call(module, {**constants(), **tensors}, args, kwargs)
 
     def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -1,23 +1,21 @@
 """Snapshot of Python objects: which objects their attributes and entries are, compared in microseconds.
 
 Two plain values are the same if they are equal, any other two objects if they are identical. A snapshot opens lists,
-dicts, sets and plain objects, such as a configuration, but no tensors and modules. Of tensors it has the memory and the
-shape, not the values.
+dicts, sets and plain objects, such as a configuration, but no tensors and modules.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from types import ModuleType
 from typing import Any
 
+import optree
 import torch
-
-from .. import _torch
 
 _MOST = 1000  # entries of a container; a larger one is compared by identity
 _DEPTH = 3
@@ -35,26 +33,37 @@ class Change:
     old: Any
     new: Any
 
+    @property
+    def was_empty(self) -> bool:
+        return self.old is None or self.old is _ABSENT
+
+    @property
+    def has_tensor(self) -> bool:
+        return any(isinstance(leaf, torch.Tensor) for leaf in optree.tree_leaves(self.new))
+
     def __str__(self) -> str:
         return f"{self.name} was {_shown(self.old)} and is {_shown(self.new)}"
 
 
 class Snapshot:
-    """Snapshot of the attributes or entries of some roots, by their name, without those named in `ignored`."""
+    """Snapshot of the attributes or entries of some roots, by their name, without those named in `ignored`.
+
+    `others` reads values that are compared by equality.
+    """
 
     def __init__(
         self,
-        roots: Iterable[tuple[str, Mapping[str, Any]]],
-        tensors: Iterable[torch.Tensor] = (),
+        roots: Iterable[tuple[str, Mapping[Any, Any]]],
+        others: Callable[[], list[Any]] = list,
         ignored: Collection[str] = (),
     ) -> None:
-        self._ignored, self._tensors = ignored, [*tensors]
+        self._ignored, self._others = ignored, others
         self._opened: dict[int, tuple[str, bool, Any]] = {}
         for name, root in roots:
             self._open(name, True, root, 0)
         self._views = [*chain.from_iterable(_views(each) for *_, each in self._opened.values())]
         self._entries = [_entries(each) for *_, each in self._opened.values()]
-        self._values, self._memory = self._read(), self._memories()
+        self._values, self._known = self._read(), others()
 
     def holds(self) -> bool:
         """Whether all objects are the same as at first."""
@@ -63,7 +72,7 @@ class Snapshot:
             if next(self.changes(), None) is not None:
                 return False
             self._values = now  # other objects of the same values
-        return not self._tensors or self._memories() == self._memory
+        return self._others() == self._known
 
     def changes(self) -> Iterator[Change]:
         for (name, is_owner, container), old in zip(self._opened.values(), self._entries, strict=True):
@@ -77,9 +86,7 @@ class Snapshot:
 
     def __str__(self) -> str:
         change = next(self.changes(), None)
-        return (
-            "memory of a buffer, or of a parameter that is not trained, was replaced" if change is None else str(change)
-        )
+        return "a class, or the memory of a buffer, was replaced" if change is None else str(change)
 
     def _open(self, name: str, is_owner: bool, container: Any, depth: int) -> None:
         if id(container) in self._opened or name in self._ignored:
@@ -92,13 +99,6 @@ class Snapshot:
 
     def _read(self) -> list[Any]:
         return [*chain.from_iterable(self._views)]
-
-    def _memories(self) -> list[Any]:
-        return [*map(_memory, self._tensors)]
-
-
-def _memory(x: torch.Tensor) -> tuple[Any, ...]:
-    return _torch.address(x), x.shape, x.dtype, x.stride() if x.layout is torch.strided else None
 
 
 def _path(name: str, is_owner: bool, key: Any) -> str:

@@ -1,6 +1,6 @@
 """Tracing of a function into an FX graph, by recording aten ops and collectives on fake tensors."""
 
-from . import data_dependent
+from . import autograd_state, data_dependent
 from .assumptions import Assumption, ProgramCache, assume, collect_assumptions, is_kept
 from .closed_over import ClosedOver
 from .constant_folding import assume_constants, constant_in
