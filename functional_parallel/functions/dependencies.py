@@ -45,8 +45,8 @@ class Dependencies:
         require_no_gradient_hooks(self._module, self._name)
         versions = {name: _versions([each]) for name, each in params.items()}
         before = self._latest if self._latest is not None and self._latest.holds() else self._snapshot()
-        by_hooks: set[str] = set()
-        with self._watched_hooks(by_hooks):
+        hooks = _Hooks(self._module)
+        with hooks.watched():
             yield
         for name, each in params.items():
             if versions[name] != _versions([each]):
@@ -57,8 +57,10 @@ class Dependencies:
         changes = [*before.changes()]
         for change in changes:
             is_memo = change.was_empty and not change.has_tensor  # computed once, and the same at every call
-            if change.owner not in by_hooks and not is_memo:
+            if change.owner not in hooks.assigned and not is_memo:
                 self._warn(change.owner, f"{change}, by a forward. Return the value, and pass it in where it is used")
+        for name in hooks.idle - hooks.effective:
+            self._warn(name, f"the {name} returns nothing. Return from the loss (has_aux=True) what it records")
         self._written.update(change.owner for change in changes)
         self._latest = self._snapshot() if changes else before
         assume(self._latest.holds, self._latest.__str__)
@@ -73,41 +75,6 @@ class Dependencies:
         roots += [(f"hooks of {path or 'the module'}", each) for path, _, each in hooks]
         return Snapshot(roots, lambda: [*map(type, modules), *map(_memory, constants)], self._written)
 
-    @contextmanager
-    def _watched_hooks(self, written: set[str]) -> Iterator[None]:
-        """Warn of forward hooks without an effect on values. Add the attributes that hooks assign to `written`."""
-        watched = [
-            (
-                hooks,
-                number,
-                hook,
-                partial(self._call, hook, f"{kind} {described(hook)} of {path or 'the module'}", path, written),
-            )
-            for path, kind, hooks in _torch.forward_hooks(self._module)
-            for number, hook in hooks.items()
-        ]
-        for hooks, number, _, call in watched:
-            hooks[number] = call
-        try:
-            yield
-        finally:
-            for hooks, number, hook, call in watched:
-                if hooks.get(number) is call:  # it did not remove itself
-                    hooks[number] = hook
-
-    def _call(
-        self, hook: Callable[..., Any], name: str, path: str, written: set[str], module: nn.Module, *args: Any
-    ) -> Any:
-        before, versions = dict(vars(module)), _versions(args)
-        result = hook(module, *args)
-        after = vars(module)
-        assigned = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
-        written.update(f"{path}.{key}".lstrip(".") for key in assigned)
-        is_of_a_library = getattr(hook, "__module__", "").partition(".")[0] in _LIBRARIES  # which uses what it records
-        if result is None and not assigned and not is_of_a_library and versions == _versions(args):
-            self._warn(name, f"the {name} returns nothing. Return from the loss (has_aux=True) what it records")
-        return result
-
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
@@ -117,6 +84,44 @@ class Dependencies:
                 f"not happen in later steps: {text}",
                 SideEffectWarning,
             )
+
+
+class _Hooks:
+    """The forward hooks of a module and of all modules, while they are watched.
+
+    Attributes:
+        assigned: attributes that hooks have assigned.
+        effective, idle: names of the hooks that have changed a value or an attribute, and of those that have not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._paths = {id(each): path for path, each in module.named_modules()}
+        self._found = [(path, kind, hooks) for path, kind, hooks in _torch.forward_hooks(module) if hooks]
+        self.assigned, self.effective, self.idle = set[str](), set[str](), set[str]()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        originals = [(hooks, dict(hooks)) for *_, hooks in self._found]
+        for path, kind, hooks in self._found:
+            for number, hook in hooks.items():
+                is_of_a_library = str(getattr(hook, "__module__", "")).partition(".")[0] in _LIBRARIES
+                if not is_of_a_library:  # it uses what it records
+                    hooks[number] = partial(self._call, hook, f"{kind} {described(hook)} of {path or 'the module'}")
+        try:
+            yield
+        finally:
+            for hooks, before in originals:
+                hooks.update((number, hook) for number, hook in before.items() if number in hooks)
+
+    def _call(self, hook: Callable[..., Any], name: str, module: nn.Module, *args: Any) -> Any:
+        before, versions = dict(vars(module)), _versions(args)
+        result = hook(module, *args)
+        after, path = vars(module), self._paths.get(id(module), "")
+        assigned = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
+        self.assigned.update(f"{path}.{key}".lstrip(".") for key in assigned)
+        is_idle = result is None and not assigned and versions == _versions(args)
+        (self.idle if is_idle else self.effective).add(name)
+        return result
 
 
 def require_no_gradient_hooks(module: nn.Module, name: str) -> None:

@@ -146,6 +146,13 @@ class PreparedStep:
                 "step.state = step.train.load(…) or step.train.restore(…)"
             )
         params, state = self.train.whole(self.state)
+        for name, value in written.items():
+            for kind in ("dtype", "shape", "device"):
+                if getattr(value, kind) != getattr(params[name], kind):
+                    raise SideEffectError(
+                        f"prepare: {name} of {type(self._module).__name__} has the {kind} {getattr(value, kind)}, and "
+                        f"the step has {getattr(params[name], kind)}: change it before fp.prepare"
+                    )
         self.state = self.train.load({**params, **written}, state, self.state.step)
         self._writes.arm()
         self._in_module = self.state
