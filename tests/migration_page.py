@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .migration import of_accelerate, of_ddp, of_deepspeed, of_dtensor, of_fsdp2, of_jax, of_megatron
+from .migration import of_accelerate, of_ddp, of_deepspeed, of_dtensor, of_fsdp2, of_jax, of_megatron, of_torch
+from .migration.of_torch import AS_IN_TORCH, NO_EFFECT, REFUSED, Habit
 from .migration.row import NAMES, Row
 
 __all__ = ["PAGE", "TABLES", "page"]
@@ -64,14 +65,29 @@ _SCRIPT = """\
 (`tests/interop/test_prepare.py`)."""
 
 
+_HABITS = """\
+## torch's habits
+
+A loop of torch changes more than values: it hooks into a backward, edits the optimizer, or writes into parameters. A
+row has the effect that this has between two steps of `fp.prepare`: none on a later step, the effect as in torch, or an
+error of the class `SideEffectError`. The error names the object, the change, and what to write here. `fp.functional`
+does the same, as far as the module's forward is concerned.
+
+`tests/interop/test_habits.py` runs each row beside a loop of torch, and any sequence of them. It finds public names
+of `nn.Module`, `torch.optim.Optimizer`, the schedulers, and of tensors those that change state, that have no row."""
+
+_EFFECTS = {NO_EFFECT: "no effect on a later step", AS_IN_TORCH: "as in torch", REFUSED: "refused"}
+
+
 def page() -> str:
     """Return the page as Markdown."""
-    titles = ["Names in the tables", *TABLES, "A script before and after"]
-    links = [f"- [{title}](#{title.lower().replace(' ', '-')})" for title in titles]
+    titles = ["Names in the tables", *TABLES, "torch's habits", "A script before and after"]
+    links = [f"- [{title}](#{title.lower().replace(' ', '-').replace(chr(39), '')})" for title in titles]
     parts = [_INTRODUCTION, "", *links, "", _NAMES, "", f"```python\n{_names()}```"]
     for title, (rows, lead) in TABLES.items():
         parts += [f"\n## {title}\n", f"{_wrapped(lead)}\n", f"| {title} | here | |", "|---|---|---|"]
         parts += [_row(each) for each in rows]
+    parts += ["", _HABITS, "", "| torch | effect here | |", "|---|---|---|", *map(_habit, of_torch.ROWS)]
     parts += ["", _SCRIPT, "", f"```diff\n{_diff()}```"]
     return "\n".join(parts) + "\n"
 
@@ -84,6 +100,16 @@ def _row(row: Row) -> str:
     here = _code(row.right) if row.right else "not available" if row.limit else "nothing to write"
     note = f"see [{row.limit}](what_works.md#limits)" if row.limit else row.note
     return f"| {_code(row.left)} | {here} | {note} |"
+
+
+def _habit(row: Habit) -> str:
+    names = "<br>".join(f"{kind}: {_listed(names)}" for kind, names in row.names.items())
+    return f"| {names} | {_EFFECTS[row.verdict]} | {row.note} |"
+
+
+def _listed(names: str) -> str:
+    found = re.findall(r"\([^()]*(?:\(\)[^()]*)?\)|\S+", names)
+    return ", ".join(name[1:-1] if name.startswith("(") else f"`{name}`" for name in found)
 
 
 def _code(lines: str) -> str:

@@ -1,4 +1,4 @@
-"""The same training loop twice: as a loop of torch, and with `fp.prepare`, for habits that change something between steps."""
+"""The same training loop twice, for habits between its steps: as a loop of torch, and with `fp.prepare`."""
 
 from __future__ import annotations
 

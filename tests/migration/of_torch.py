@@ -1,11 +1,12 @@
-"""Habits of a torch loop with `fp.prepare`: each name that changes state, what becomes of it, and a loop that does it."""
+"""Habits of a torch loop with `fp.prepare`: names that change state, their effect, and a function that uses them."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import optimizer as of_optimizers
 
 from .loops import Loop, batch, loss_of
 
-__all__ = ["AS_IN_TORCH", "NO_EFFECT", "REFUSED", "ROWS", "Habit"]
+__all__ = ["AS_IN_TORCH", "NO_EFFECT", "READS", "REFUSED", "ROWS", "Habit"]
 
 NO_EFFECT, AS_IN_TORCH, REFUSED = "no effect", "as in torch", "refused"
 
@@ -25,7 +26,7 @@ class Habit(NamedTuple):
     """Row of the table.
 
     Attributes:
-        names: names of torch by class, separated by spaces. `*` matches any text.
+        names: names of torch by class, separated by spaces; `*` matches any text. Words in parentheses describe others.
         verdict: NO_EFFECT on a later step, honoured AS_IN_TORCH, or REFUSED by an error.
         do: performs the habit on a loop, between two steps.
         note: text of the last column.
@@ -41,7 +42,7 @@ class Habit(NamedTuple):
     note: str = ""
     match: str = ""
     before: bool = False
-    loop: dict[str, Any] = {}
+    loop: Mapping[str, Any] = MappingProxyType({})
     recorded: bool = False
 
 
@@ -476,7 +477,7 @@ ROWS = [
         {"torch.optim.optimizer": "register_optimizer_step_*"}, REFUSED, hook_all_steps, "The same.", "has step hooks"
     ),
     Habit(
-        {"LRScheduler": "step load_state_dict last_epoch base_lrs (other attributes)"},
+        {"LRScheduler": "step load_state_dict recursive_undo last_epoch base_lrs scale_fn (other attributes)"},
         REFUSED,
         load_scheduler,
         "Of the scheduler that `fp.prepare` was given: a step steps a copy of it.",
@@ -484,3 +485,11 @@ ROWS = [
         loop=RATE,
     ),
 ]
+
+# Names of tensors that return a value and are no op of aten. A test finds names that are in no row and not here.
+READS = (
+    "H T as_subclass bfloat16 bool byte cdouble cfloat char dim_order double dtype eig float geqrf grad_fn half int "
+    "ipu is_* itemsize kthvalue layout long lstsq lu max median min mode mtia name nanmedian nbytes ndim ndimension "
+    "nelement new new_tensor qr reinforce shape short solve sort storage_type svd symeig to_sparse_coo topk "
+    "triangular_solve type unique xlogy xpu"
+)
