@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from .. import _torch
 from ..errors import MutationError, SideEffectError, SideEffectWarning
 from ..ir import current_source, warn_at
 from ..tracing import assume
-from .snapshot import Snapshot
+from .snapshot import ABSENT, Snapshot
 
 
 class Dependencies:
@@ -56,12 +57,13 @@ class Dependencies:
                 )
         changes = [*before.changes()]
         for change in changes:
-            is_memo = change.was_empty and not change.has_tensor  # computed once, and the same at every call
-            if change.owner not in hooks.assigned and not is_memo:
-                self._warn(change.owner, f"{change}, by a forward. Return the value, and pass it in where it is used")
+            has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in optree.tree_leaves(change.new))
+            is_memo = (change.old is None or change.old is ABSENT) and not has_tensor  # the same at every call
+            if change.attribute not in hooks.assigned and not is_memo:
+                self._warn(change.attribute, f"{change}, by a forward. Return the value, and pass it in as an argument")
         for name in hooks.idle - hooks.effective:
             self._warn(name, f"the {name} returns nothing. Return from the loss (has_aux=True) what it records")
-        self._written.update(change.owner for change in changes)
+        self._written.update(change.attribute for change in changes)
         self._latest = self._snapshot() if changes else before
         assume(self._latest.holds, self._latest.__str__)
 
@@ -86,32 +88,34 @@ class Dependencies:
             )
 
 
+_hooks_are_replaced = threading.RLock()
+
+
 class _Hooks:
     """The forward hooks of a module and of all modules, while they are watched.
 
     Attributes:
         assigned: attributes that hooks have assigned.
-        effective, idle: names of the hooks that have changed a value or an attribute, and of those that have not.
+        idle, effective: names of the hooks that have changed nothing, and of those that have changed something.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._paths = {id(each): path for path, each in module.named_modules()}
-        self._found = [(path, kind, hooks) for path, kind, hooks in _torch.forward_hooks(module) if hooks]
-        self.assigned, self.effective, self.idle = set[str](), set[str](), set[str]()
+        self._found = [(path or "the module", kind, hooks) for path, kind, hooks in _torch.forward_hooks(module)]
+        self.assigned, self.idle, self.effective = set[str](), set[str](), set[str]()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        originals = [(hooks, dict(hooks)) for *_, hooks in self._found]
-        for path, kind, hooks in self._found:
-            for number, hook in hooks.items():
-                is_of_a_library = str(getattr(hook, "__module__", "")).partition(".")[0] in _LIBRARIES
-                if not is_of_a_library:  # it uses what it records
-                    hooks[number] = partial(self._call, hook, f"{kind} {described(hook)} of {path or 'the module'}")
-        try:
-            yield
-        finally:
-            for hooks, before in originals:
-                hooks.update((number, hook) for number, hook in before.items() if number in hooks)
+        with _hooks_are_replaced if any(hooks for *_, hooks in self._found) else nullcontext():
+            originals = [(hooks, dict(hooks)) for *_, hooks in self._found]
+            for path, kind, hooks in self._found:
+                for number, hook in hooks.items():
+                    hooks[number] = partial(self._call, hook, f"{kind} {described(hook)} of {path}")
+            try:
+                yield
+            finally:
+                for hooks, before in originals:  # a hook may have removed itself
+                    hooks.update((number, hook) for number, hook in before.items() if number in hooks)
 
     def _call(self, hook: Callable[..., Any], name: str, module: nn.Module, *args: Any) -> Any:
         before, versions = dict(vars(module)), _versions(args)
@@ -119,7 +123,8 @@ class _Hooks:
         after, path = vars(module), self._paths.get(id(module), "")
         assigned = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
         self.assigned.update(f"{path}.{key}".lstrip(".") for key in assigned)
-        is_idle = result is None and not assigned and versions == _versions(args)
+        is_a_librarys = str(getattr(hook, "__module__", "")).partition(".")[0] in _LIBRARIES  # uses what it records
+        is_idle = result is None and not assigned and not is_a_librarys and versions == _versions(args)
         (self.idle if is_idle else self.effective).add(name)
         return result
 

@@ -111,6 +111,7 @@ class PreparedStep:
         self._module, self._fn, self._plan, self._habits = module, fn, plan, habits
         named = dict(module.named_parameters())
         self._writes, self._in_module = Writes({name: named[name] for name in params}), self.state
+        self._has_refused = False  # values that were written into the module, which `module` then overwrites
 
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
         """Train on one batch. Return the loss before the update, detached."""
@@ -120,7 +121,7 @@ class PreparedStep:
 
     def module(self) -> nn.Module:
         """Write the current parameters into the module, on every process, and return it."""
-        self._follow()
+        self._follow(overwrites=True)
         current = self.train.params(self.state)
         self._writes.release()
         with torch.no_grad():
@@ -128,17 +129,17 @@ class PreparedStep:
                 if name in current:
                     parameter.copy_(current[name])
         self._writes.arm()
-        self._in_module = self.state
+        self._in_module, self._has_refused = self.state, False
         return self._module
 
-    def _follow(self) -> None:
+    def _follow(self, *, overwrites: bool = False) -> None:
         """Take over values that were written into the module, and refuse other changes of it or its optimizer."""
         self._habits.require_same()
         written = self._writes.found()
-        if not written:
+        if not written or (overwrites and self._has_refused):
             return
         if self.state is not self._in_module:
-            self._writes.arm()  # `step.module()` is the way out
+            self._has_refused = True
             raise SideEffectError(
                 f"prepare: values were written into {', '.join(written)} of {type(self._module).__name__}, which had "
                 f"the parameters of an earlier step, not of step {self.state.step}: call step.module() first, which "
@@ -153,9 +154,8 @@ class PreparedStep:
                         f"prepare: {name} of {type(self._module).__name__} has the {kind} {getattr(value, kind)}, and "
                         f"the step has {getattr(params[name], kind)}: change it before fp.prepare"
                     )
-        self.state = self.train.load({**params, **written}, state, self.state.step)
+        self.state = self._in_module = self.train.load({**params, **written}, state, self.state.step)
         self._writes.arm()
-        self._in_module = self.state
 
     def eval(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function of the model that is evaluated on the sharded state. It is called with batches.

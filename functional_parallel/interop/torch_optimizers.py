@@ -149,7 +149,8 @@ class _OwnRate:
         """Read the rate. Return whether it has been the same at all times."""
         before, optimizer = self.rate, self.optimizer()
         if optimizer is not None:
-            self.rate = float(optimizer.param_groups[self.group]["lr"])
+            with _torch.disable_modes():  # a trace would depend on the content of a tensor
+                self.rate = float(optimizer.param_groups[self.group]["lr"])
         self.is_constant = self.is_constant and self.rate == before
         return self.is_constant
 
