@@ -150,7 +150,7 @@ def write_parameters(loop: Loop) -> None:
 def write_storages(loop: Loop) -> None:
     net = loop.current()
     net.first.bias.untyped_storage().fill_(0)
-    net.second.bias.data.set_(torch.ones(4, dtype=torch.float64))
+    torch.no_grad()(net.second.bias.set_)(torch.ones(4, dtype=torch.float64))
     torch.utils.swap_tensors(net.second.weight, nn.Parameter(torch.eye(4, dtype=torch.float64)))
     net.first.weight.data.real.fill_(0.25)
 

@@ -19,7 +19,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "storage": lambda p: p.untyped_storage().fill_(0),
     "numpy": lambda p: p.detach().numpy().fill(3),
     "other memory": lambda p: setattr(p, "data", torch.zeros(2, 3)),
-    "storage replaced": lambda p: p.detach().set_(torch.zeros(2, 3).untyped_storage(), 0, (2, 3)),
+    "set_": lambda p: torch.no_grad()(p.set_)(torch.zeros(2, 3)),
     "swapped": lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(2, 3))),
     "foreach": lambda p: torch._foreach_add_([p.data], 1.0),
     "of an optimizer": lambda p: (p.sum().backward(), torch.optim.SGD([p], 0.1).step()),
