@@ -218,7 +218,7 @@ def test_habits_in_any_order_are_followed_or_refused(plan: str, optimizer: str, 
 @QUIET
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::functional_parallel.errors.SideEffectWarning")
-@settings(max_examples=150)
+@settings(max_examples=60)
 @drawn
 def test_habits_in_many_orders(plan: str, optimizer: str, steps: Any) -> None:
     require_no_silent_difference(plan, optimizer, steps)
