@@ -421,6 +421,30 @@ def NothingToTrainError() -> Any:
     return train.lower(W, X)
 
 
+def prepared(model: torch.nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    parts = {"loss": lambda model, x: model(x).mean(), "mesh": DATA, "plan": fp.data_parallel("data")}
+    return fp.prepare(model, optimizer, **parts), optimizer
+
+
+@case
+def SideEffectError() -> Any:
+    step, optimizer = prepared(torch.nn.Linear(4, 4))
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    return step(X)
+
+
+@case
+def SideEffectWarning() -> Any:
+    model, kept = torch.nn.Sequential(torch.nn.Linear(4, 4)), []
+
+    def record(module: torch.nn.Module, args: Any, out: torch.Tensor) -> None:
+        kept.append(out)
+
+    model[0].register_forward_hook(record)
+    return prepared(model)[0](X)
+
+
 @case
 def UnevenBatchError() -> Any:
     return fp.pad_batch({"x": torch.ones(5, 2)}, 4)
