@@ -92,12 +92,12 @@ class ProgramCache(Generic[T]):
     def _warn_of_changes(self, last: T) -> None:
         failed = (each for each in last.assumptions if not each.holds())
         changes = ", ".join(each.describe() for each in failed if each.describe is not None)
-        warnings.warn(
+        warn_at(
+            current_source(),
             f"{self._name} is traced again for the same arguments, because what it depends on besides them changes "
             f"between calls: {changes or 'a mode, or a constant'}. Each trace takes as long as the first one and is "
             "kept: pass what changes as an argument",
             RuntimeWarning,
-            stacklevel=self._below + 3,
         )
 
     def _warn(self, key: Key) -> None:
