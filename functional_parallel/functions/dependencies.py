@@ -61,7 +61,7 @@ class Dependencies:
             is_memo = (change.old is None or change.old is ABSENT) and not has_tensor  # the same at every call
             if change.attribute not in hooks.assigned and not is_memo:
                 self._warn(change.attribute, f"{change}, by a forward. Return the value, and pass it in as an argument")
-        for name in hooks.idle - hooks.effective:
+        for name in sorted(hooks.idle - hooks.effective):
             self._warn(name, f"the {name} returns nothing. Return from the loss (has_aux=True) what it records")
         self._written.update(change.attribute for change in changes)
         self._latest = self._snapshot() if changes else before
