@@ -136,7 +136,9 @@ def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
         if not needs_values(error):
             raise
         return rate_on_host(lr, step)
-    return torch.as_tensor(rate).to(step.device, torch.float64)
+    if isinstance(rate, torch.Tensor):
+        return rate.to(step.device, torch.float64)
+    return torch.as_tensor(rate, dtype=torch.float64, device=step.device)
 
 
 def scheduled_rates(optimizer: Optimizer, state: PyTree) -> PyTree:

@@ -13,6 +13,7 @@ from torch import nn
 import functional_parallel as fp
 from functional_parallel import _torch
 from functional_parallel.interop.writes import Writes
+from functional_parallel.optim.optimizer import learning_rate
 from sharding_specs import Mesh
 
 from ..processes import run_on_processes
@@ -160,3 +161,8 @@ def test_processes_follow() -> None:
     want = on_processes(0)
     for found in run_on_processes(on_processes, 2):
         assert found == pytest.approx(want)
+
+
+def test_a_rate_that_is_a_python_number_is_not_rounded_to_float32() -> None:
+    rate = learning_rate(lambda updates: 0.1, torch.zeros(()))
+    assert rate.dtype == torch.float64 and rate.item() == 0.1
