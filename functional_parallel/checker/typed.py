@@ -24,6 +24,7 @@ from ..ir import (
     tensor_operands,
     walk_args,
 )
+from ..tracing import stand_in
 from .typing import casts_of, type_of
 
 
@@ -37,7 +38,7 @@ def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
     with explicit_casts():
         for node in traced.graph.nodes:
             if node.op == "get_attr":
-                run.values[node] = traced.constants[node.target]
+                run.values[node] = stand_in(traced.constants[node.target], info(node).aval.device)
             elif node.op == "call_function":
                 with at_source(implied_source(node) if info(node).backward else source_of(node)):
                     run.values[node] = run.compute(node)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..collectives import check_callable
-from ..tracing import is_kept
+from ..tracing import is_kept, stand_ins
 from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
 from .dependencies import Dependencies
 from .foreign import require_module
@@ -18,6 +18,8 @@ from .request import PyTree
 
 Tensors = dict[str, torch.Tensor]  # by dotted path
 Model = Callable[..., PyTree]
+
+_META = torch.device("meta")
 
 
 @overload
@@ -48,8 +50,8 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
     Raises:
         TypeError: if `module` is not a module.
         ForeignCollectiveError: for a DDP or FSDP module, because torch.func does not see its hidden hooks.
-        ValueError: for a `SyncBatchNorm` over only some ranks. When the function is called, if buffers or frozen
-            parameters of the module are on the meta device but the passed parameters are not.
+        ValueError: for a `SyncBatchNorm` over only some ranks. When the function is run, if buffers or frozen
+            parameters of the module are on the meta device but the passed parameters are not. Lowering accepts them.
         SideEffectError: when the function is traced, if the module or a parameter has a hook on gradients.
     """
     require_module(module, "fp.functional")
@@ -61,7 +63,8 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
     state = {name: buffer.detach() for name, buffer in module.named_buffers()}
     norms = as_batch_norms if holds_batch_norms(module) else nullcontext
     dependencies = Dependencies(module)
-    valueless = [name for name, constant in {**every, **state}.items() if name not in params and constant.is_meta]
+    constant = {name: tensor for name, tensor in {**every, **state}.items() if name not in params}
+    valueless = {name: tensor for name, tensor in constant.items() if tensor.is_meta}
 
     def constants() -> Tensors:
         held = (*module.named_parameters(), *module.named_buffers())
@@ -73,8 +76,10 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
             return torch.func.functional_call(module, {**constants(), **tensors}, args, kwargs)
 
     def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        if valueless and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in params.values()):
-            raise ValueError(_VALUELESS.format(module=type(module).__name__, names=", ".join(valueless)))
+        given = [leaf for leaf in params.values() if isinstance(leaf, torch.Tensor)] if valueless else []
+        if not any(leaf.device == _META for leaf in given):
+            device = given[0].device if given else torch.get_default_device()
+            params = {**stand_ins(valueless, device, type(module).__name__), **params}
         return run(params, args, kwargs)
 
     def fn_of_state(params: Tensors, state: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -83,10 +88,3 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
 
     fn.__name__ = fn_of_state.__name__ = type(module).__name__
     return (fn_of_state, params, state) if buffers else (fn, params)
-
-
-_VALUELESS = (
-    "{module}: {names} (buffers, or parameters that are not trained) are on the meta device, and have no values to "
-    "compute with: make the module elsewhere, or these where they are used; or pass buffers in, by "
-    "fp.functional(module, buffers=True)"
-)

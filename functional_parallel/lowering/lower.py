@@ -23,7 +23,16 @@ from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram, pipeline_of
 from ..program import Intermediate, Program, label_traffic, require_capturable
 from ..requests import owners_of
-from ..tracing import Assumption, LayoutRead, assume, autocast_dtypes, collect_assumptions, require_contiguous, trace
+from ..tracing import (
+    Assumption,
+    LayoutRead,
+    assume,
+    autocast_dtypes,
+    collect_assumptions,
+    require_contiguous,
+    trace,
+    valueless,
+)
 from .constants import check_static_leaves
 from .leftovers import traced_in
 from .rewrite import Options, rewrite
@@ -50,14 +59,20 @@ class Lowered:
     outputs: list[PyTree]
     assumptions: list[Assumption] = field(default_factory=list)
     layout_reads: dict[int, tuple[LayoutRead, str]] = field(default_factory=dict)  # by argument, with its path
+    valueless: str = ""  # why it cannot run
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         remaining = iter(tensors)
         return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
 
     def require_layouts(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Check that arguments have values, and are contiguous if strides affect the function; the first is `first`."""
+        """Check that arguments have values, and are contiguous if strides affect the function; the first is `first`.
+
+        Also refuse a program that can be lowered but not run.
+        """
         refuse_abstract(list(tensors), self.program.name)
+        if self.valueless:
+            raise ValueError(self.valueless)
         for index, (read, path) in self.layout_reads.items():
             if 0 <= index - first < len(tensors):
                 require_contiguous(tensors[index - first], read, path)
@@ -120,6 +135,7 @@ def lowering(
         parts = microbatch_splits(args, full, wide, layout.virtual_sizes(mesh))
         flat = _Flat(f, args, full, out_specs, name)
         traced, types, assumptions = _traced(flat, mesh, parts, layout)
+    why = valueless(traced)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
     _mark_inputs(traced, flat, paths, options.donate)
     label_traffic(traced)
@@ -145,7 +161,7 @@ def lowering(
         forget_rewrites(part.traced.graph)
     if isinstance(rewritten, Program) and rewritten.is_captured:
         require_capturable(name, rewritten.traced)
-    return Lowered(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads)
+    return Lowered(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads, why)
 
 
 class _Flat:

@@ -62,6 +62,7 @@ from ..rules import (
     placed,
     reshaped_place,
 )
+from ..tracing import stand_in
 from .decompose import crosses_ranks, decomposed
 
 
@@ -113,7 +114,8 @@ class _ShardInterpreter:
     def run(self, traced: Traced) -> None:
         for node in traced.graph.nodes:
             if node.op == "get_attr":
-                self.values[node] = PartitionedValue(REPLICATED, traced.constants[node.target], is_constant=True)
+                constant = stand_in(traced.constants[node.target], info(node).aval.device)
+                self.values[node] = PartitionedValue(REPLICATED, constant, is_constant=True)
             elif node.op == "call_function":
                 by_hand = primitive_name(node) is not None and not info(node).backward
                 with at_source(source_of(node) if by_hand else implied_source(node)):

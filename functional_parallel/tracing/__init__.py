@@ -11,3 +11,4 @@ from .memory_layout import LayoutRead, require_contiguous
 from .record import Recorder, needs_values, recorder, trace
 from .straight_through import OP as STRAIGHT_THROUGH
 from .switches import autocast_dtypes, disable_ambient_modes
+from .valueless import stand_in, stand_ins, valueless

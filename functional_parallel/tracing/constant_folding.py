@@ -154,6 +154,8 @@ def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:
     traced = recording.traced
     if node.op == "get_attr":
         value = traced.constants[str(node.target)]
+        if value.is_meta:
+            return None
         if node in recording.closed_over:
             assume(partial(_content, value))
         return value
