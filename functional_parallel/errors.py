@@ -42,6 +42,7 @@ __all__ = [
     "ProgramMismatchError",
     "RandomKeyError",
     "ReentrantCallError",
+    "RemovedCheckpointError",
     "RuleError",
     "ScheduleError",
     "SideEffectError",
@@ -245,3 +246,7 @@ class CheckpointError(Error, RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """Raised for a checkpoint with a file that is missing, changed or cut, or that does not fit the others."""
+
+
+class RemovedCheckpointError(CheckpointError):
+    """Raised for a checkpoint that a run removed or replaced while it was read, as a `Saver` with `keep` does."""

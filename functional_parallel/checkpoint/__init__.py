@@ -1,7 +1,7 @@
 """Checkpoints: sharded, atomic, verified, without pickle, and restored onto any mesh and plan."""
 
 from .copies import Copies
-from .folder import candidates
+from .folder import TOO_FAST, TRIES, candidates
 from .foreign import consolidate, load
 from .layouts import LeafLayout, Piece, Vector
 from .opened import Checkpoint, LeafInfo

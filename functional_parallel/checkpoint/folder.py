@@ -13,13 +13,16 @@ import fcntl
 import os
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RemovedCheckpointError
 from .disk import Disk
 from .format import NAME
-from .opened import Checkpoint
+from .opened import REMOVES, Checkpoint
+
+T = TypeVar("T")
 
 _STEP = re.compile(r"step_(\d{8,})(\.old-\w+)?")
 _LOCK = ".lock"
@@ -45,14 +48,50 @@ def candidates(path: Path, step: int | None = None) -> list[Path]:
     Raises:
         CheckpointError: if there is none.
     """
-    found = [path] if (path / NAME).exists() or _STEP.fullmatch(path.name) else committed(path)
-    wanted = [each for each in found if step is None or each.name.partition(".")[0] == f"step_{step:08d}"]
+    own = _STEP.fullmatch(path.name)
+    if (path / NAME).exists() or (own and path.is_dir()):
+        found = [path]
+    else:  # of one that is being replaced, its other name
+        found = [each for each in committed(path.parent if own else path) if not own or _step_of(each) == int(own[1])]
+    wanted = [each for each in found if step is None or _step_of(each) == step]
     if not wanted:
-        steps = ", ".join(str(int(each.name[5:].partition(".")[0])) for each in reversed(found))
-        held = f"it has those of steps {steps}" if found else "no step has been committed there"
+        steps = list(map(_step_of, reversed(found)))
+        held = f"it has those of steps {', '.join(map(str, steps))}" if found else "no step has been committed there"
         of_step = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{path}: there is no checkpoint{of_step}; {held if path.is_dir() else 'no such folder'}")
+        removed = f"; {REMOVES}" if own or (step is not None and steps and step < steps[-1]) else ""
+        where = held if path.is_dir() else "no such folder"
+        raise CheckpointError(f"{path}: there is no checkpoint{of_step}; {where}{removed}")
     return wanted
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name[len("step_") :].partition(".")[0])
+
+
+def newest(path: Path, step: int | None, use: Callable[[Checkpoint], T]) -> T:
+    """Return the result of `use` on a checkpoint. If a run removes it meanwhile, take the newest one again.
+
+    Raises:
+        RemovedCheckpointError: if it is the only one of the path or the step, or if this happens `TRIES` times.
+    """
+    removed: CheckpointError | None = None
+    for _ in range(TRIES):
+        try:
+            found = candidates(path, step)
+        except CheckpointError as error:
+            raise (removed or error) from None
+        try:
+            return use(Checkpoint(found[0]))
+        except RemovedCheckpointError as error:
+            removed = error
+    raise RemovedCheckpointError(TOO_FAST.format(path=path))
+
+
+TRIES = 100  # each of them of another checkpoint
+TOO_FAST = (
+    "{path}: the newest checkpoint was removed while it was read, 100 times in a row: the run saves faster than this "
+    "process reads; give its Saver a larger keep"
+)
 
 
 def temporary(folder: Path, step: int, nonce: str) -> Path:

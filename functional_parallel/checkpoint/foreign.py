@@ -14,11 +14,11 @@ import torch
 
 from sharding_specs import Box
 
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError, RemovedCheckpointError
 from ..functions import PyTree
 from .disk import Disk
 from .files import ShardFile, write_file
-from .folder import candidates
+from .folder import committed, newest
 from .format import NAME, Entry
 from .opened import Checkpoint
 from .sums import default_algorithm
@@ -47,19 +47,15 @@ def load(path: str | Path) -> PyTree:
     Raises:
         CheckpointError: if the path has none of these.
         DamagedCheckpointError: if a file is damaged, or boxes are missing.
+        RemovedCheckpointError: if the path is one checkpoint, and a run removed it meanwhile.
     """
     path = Path(path)
     if path.is_file() and path.suffix != ".safetensors":
         return _load_pickle(path)
-    with ExitStack() as files:
-        checkpoint = _own(path)
-        if checkpoint is None:
+    if _is_foreign(path):
+        with ExitStack() as files:
             return {key: make() for key, (_, _, make) in _shards(path, files).items()}
-        tree, tensors = checkpoint.body["tree"], _tensors_of(checkpoint, "params")
-        if tree is None:
-            return {key: make() for key, (_, _, make) in tensors.items()}
-        numbers = checkpoint.numbers
-        return tree_from_json(tree, lambda key: tensors[key][2]() if key in tensors else numbers[f"params/{key}"])
+    return newest(path, None, _params_of)
 
 
 def consolidate(path: str | Path, target: str | Path) -> list[Path]:
@@ -80,25 +76,39 @@ def consolidate(path: str | Path, target: str | Path) -> list[Path]:
     """
     path, target = Path(path), Path(target)
     target.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as files:
-        if path.is_file() and path.suffix != ".safetensors":
-            return [_write(target / "model.safetensors", _tensors_of_tree(_load_pickle(path)))]
-        checkpoint = _own(path)
-        if checkpoint is None:
+    if path.is_file() and path.suffix != ".safetensors":
+        return [_write(target / "model.safetensors", _tensors_of_tree(_load_pickle(path)))]
+    if _is_foreign(path):
+        with ExitStack() as files:
             return [_write(target / "model.safetensors", _shards(path, files))]
-        names = {"params": "model.safetensors", "optimizer": "optimizer.safetensors"}
+    names = {"params": "model.safetensors", "optimizer": "optimizer.safetensors"}
+
+    def write(checkpoint: Checkpoint) -> list[Path]:
+        done: list[Path] = []
         made = {name: _tensors_of(checkpoint, kind) for kind, name in names.items()}
-        return [_write(target / name, tensors) for name, tensors in made.items() if tensors]
+        try:
+            done.extend(_write(target / name, tensors) for name, tensors in made.items() if tensors)
+        except RemovedCheckpointError:
+            for each in done:
+                each.unlink()
+            raise
+        return done
+
+    return newest(path, None, write)
 
 
-def _own(path: Path) -> Checkpoint | None:
-    try:
-        found = candidates(path)
-    except CheckpointError:
-        if path.is_file() or any(path.glob("*.safetensors")):
-            return None
-        raise
-    return Checkpoint(found[0]) if (found[0] / NAME).exists() or found[0] != path else None
+def _is_foreign(path: Path) -> bool:
+    """Whether a path has safetensors files, and no checkpoint."""
+    is_own = (path / NAME).exists() or bool(committed(path))
+    return path.is_file() or (not is_own and any(path.glob("*.safetensors")))
+
+
+def _params_of(checkpoint: Checkpoint) -> PyTree:
+    tree, tensors = checkpoint.body["tree"], _tensors_of(checkpoint, "params")
+    if tree is None:
+        return {key: make() for key, (_, _, make) in tensors.items()}
+    numbers = checkpoint.numbers
+    return tree_from_json(tree, lambda key: tensors[key][2]() if key in tensors else numbers[f"params/{key}"])
 
 
 def _load_pickle(path: Path) -> PyTree:

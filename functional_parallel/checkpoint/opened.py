@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,15 @@ import torch
 
 from sharding_specs import Box, Mesh, P
 
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError, RemovedCheckpointError
 from ..program import columns, readable_bytes
 from .files import FileInfo, ShardFile
 from .format import NAME, decode, plan_from_json
 from .layouts import LeafLayout, Piece
 from .plan import ReadItem, plan_restore
 from .positions import position_of
+
+REMOVES = "a Saver with keep=… removes all but the newest ones"
 
 
 class LeafInfo(NamedTuple):
@@ -46,6 +48,12 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.body: dict[str, Any] = {}
+        with self._reading():
+            self._open()
+
+    def _open(self) -> None:
+        path = self.path
         try:
             self.body = decode((path / NAME).read_bytes())
         except OSError as error:
@@ -73,6 +81,24 @@ class Checkpoint:
                     f"{path / name}: the file has {size:,} bytes, and {info.size:,} were written"
                 )
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Context of all reads: if files are missing or changed because the checkpoint is gone, it is not damaged."""
+        try:
+            yield
+        except DamagedCheckpointError:
+            if self._is_there():
+                raise
+            raise RemovedCheckpointError(
+                f"{self.path}: it was removed or replaced while it was read; {REMOVES}"
+            ) from None
+
+    def _is_there(self) -> bool:
+        try:
+            return decode((self.path / NAME).read_bytes()) == self.body
+        except (OSError, CheckpointError):
+            return self.path.is_dir()
+
     def __str__(self) -> str:
         size = readable_bytes(sum(info.size for info in self.files.values()))
         lines = [
@@ -90,6 +116,7 @@ class Checkpoint:
 
         Raises:
             DamagedCheckpointError: for the first file that is damaged or differs from `checkpoint.json`.
+            RemovedCheckpointError: if the run has removed the checkpoint since it was opened.
         """
         boxes: dict[str, dict[str, Box]] = {name: {} for name in self.files}
         missing = {(leaf.kind, leaf.key): math.prod(leaf.shape) for leaf in self.plan.leaves}
@@ -101,7 +128,7 @@ class Checkpoint:
             if elements:
                 raise DamagedCheckpointError(f"{self.path / NAME}: the boxes of {kind} {key!r} have gaps or overlap")
         for name in self.files:
-            with self.open(name) as file:
+            with self._reading(), self.open(name) as file:
                 file.verify()
                 if {key: entry.box for key, entry in file.entries.items()} != boxes[name]:
                     raise DamagedCheckpointError(f"{file.path}: it has other boxes than {NAME}")
@@ -115,6 +142,7 @@ class Checkpoint:
         Raises:
             KeyError: if there is none of this name.
             DamagedCheckpointError: if a file is damaged.
+            RemovedCheckpointError: if the run has removed the checkpoint since it was opened.
         """
         kind, _, key = name.partition("/")
         info, mesh = self.leaves[name], Mesh()
@@ -161,7 +189,7 @@ class Checkpoint:
         names, first = sorted(work), rank % self.mesh.size * len(work) // self.mesh.size
         names = names[first:] + names[:first]
         for pair in (names[index : index + 2] for index in range(0, len(names), 2)):
-            with ExitStack() as files:
+            with self._reading(), ExitStack() as files:
                 jobs = []
                 for order, name in enumerate(pair):
                     file = files.enter_context(self.open(name))

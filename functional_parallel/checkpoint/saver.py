@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..quantities import is_positive_int
 from .copies import Copies
-from .folder import candidates
+from .folder import newest
 from .opened import Checkpoint
 from .saving import Save
 
@@ -41,8 +41,9 @@ def inspect(path: str | Path, step: int | None = None) -> Checkpoint:
     Raises:
         CheckpointError: if there is none.
         DamagedCheckpointError: if its description is damaged, or a file is missing or was cut. `verify` reads them.
+        RemovedCheckpointError: if a run removed it just now, and no other has this step.
     """
-    return Checkpoint(candidates(Path(path), step)[0])
+    return newest(Path(path), step, lambda found: found)
 
 
 class Saver:

@@ -28,12 +28,13 @@ from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
 from .batches import tensors_of
-from .checkpoints import RestoreOptions, restore_state, save_state
+from .checkpoints import save_state
 from .finite import require_finite, require_finite_inputs
 from .local_step import LocalTrainStep, Metrics
 from .on_state import StateFunction
 from .options import StepOptions, require_arguments
 from .replicas import on_replicas
+from .restoring import RestoreOptions, restore_state
 from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
 from .states import StateManager
 from .update import require_elementwise

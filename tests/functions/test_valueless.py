@@ -90,7 +90,7 @@ def test_running_it_is_refused_by_name_before_anything_runs(name: str) -> None:
     with pytest.raises(ValueError, match=refused):
         loss(values, batch)
     if name == "llama":
-        with pytest.raises(ValueError, match="q_proj.* and 1 more .buffers, or parameters"):
+        with pytest.raises(ValueError, match=r"q_proj.* and 1 more .buffers, or parameters"):
             many(values, batch)
 
 
