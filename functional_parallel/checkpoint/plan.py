@@ -184,7 +184,7 @@ class _Work:
         self.loads = self.loads.expand(torch.broadcast_shapes(self.loads.shape, job.sizes.shape, wanted)).clone()
         sizes = zip(names, self.loads.shape, strict=True)
         indices = [torch.tensor(job.choices.get(axis, range(size)), device="cpu") for axis, size in sizes]
-        places = torch.meshgrid(*indices, indexing="ij")  # of the ranks that hold the piece
+        places = torch.meshgrid(*indices, indexing="ij") if indices else ()  # of the ranks that hold the piece
         if job.added is not None:
             self.loads[places] -= job.added
         order = sorted(range(len(names)), key=lambda dim: names[dim] in job.choices)  # the axes of replicas last
@@ -194,7 +194,7 @@ class _Work:
         best = table.reshape(*kept, -1).argmin(-1)
         one = torch.zeros_like(best).view(-1, 1).repeat(1, job.copies).scatter_(1, best.view(-1, 1), 1)
         job.added = one.view(table.shape).permute(back) * job.sizes
-        job.best = best.view(*kept, *[1] * len(job.choices)).permute(back)
+        job.best = best.view([*kept, *[1] * len(job.choices)]).permute(back)
         self.loads[places] += job.added
 
 
@@ -223,12 +223,13 @@ class RestorePlan:
             for piece in leaf.pieces:
                 for region in leaf.regions(piece, self.mesh, coordinates):
                     for part in region.parts:
-                        sources = tuple(self.saved.sources(saved, part.box))
+                        box = part.box.intersection(Box((0,) * len(saved.shape), saved.shape))
+                        sources = () if box is None else tuple(self.saved.sources(saved, box))
                         found = sum(common.numel for _, common in sources)
-                        if found != part.box.numel:
+                        if box is not None and found != box.numel:
                             raise DamagedCheckpointError(
-                                f"{self.saved.name}: {saved}: of the box at {part.box.start} of {part.box.size}, "
-                                f"{found} of {part.box.numel} elements were saved: there are gaps or overlaps"
+                                f"{self.saved.name}: {saved}: of the box at {box.start} of {box.size}, "
+                                f"{found} of {box.numel} elements were saved: there are gaps or overlaps"
                             )
                         yield ReadItem(saved, part, sources)
 
@@ -238,17 +239,18 @@ def plan_restore(saved: SavePlan, leaves: Sequence[LeafLayout], mesh: Mesh) -> R
 
     Args:
         saved: the plan that wrote the checkpoint.
-        leaves: the leaves as they are wanted. All must have been saved, with the same shapes.
+        leaves: the leaves as they are wanted. All must have been saved, with the same number of dims. Elements outside
+            of the saved shape are not read.
         mesh: the mesh of the run that restores.
 
     Raises:
-        CheckpointError: if a leaf was not saved, or has another shape.
+        CheckpointError: if a leaf was not saved, or has another number of dims.
     """
     by_name = {(leaf.kind, leaf.key): leaf for leaf in saved.leaves}
     pairs = []
     for leaf in leaves:
         found = by_name.get((leaf.kind, leaf.key))
-        if found is None or found.shape != leaf.shape:
+        if found is None or len(found.shape) != len(leaf.shape):
             held = "is not in the checkpoint" if found is None else f"has shape {found.shape} in the checkpoint"
             raise CheckpointError(f"{leaf} of shape {leaf.shape} {held}")
         pairs.append((leaf, found))

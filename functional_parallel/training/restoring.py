@@ -26,13 +26,14 @@ from ..checkpoint import (
     plan_restore,
     tree_from_json,
 )
-from ..errors import CheckpointError, DamagedCheckpointError, RemovedCheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError, InputMismatchError, RemovedCheckpointError
 from ..functions import PyTree
 from ..ir import Aval, TensorSignature, hollow, without_memory
 from ..pipelines import PipelineProgram, pipeline_of
 from ..runtime import Runtime, Where
 from ..tracing import disable_ambient_modes
 from .checkpoints import owners_along, peers_of, reduction_of
+from .resizing import Resize, Rule, resized
 from .saved import SavedLeaves, saved_leaves
 from .signatures import listed
 from .state import StaticLeaf, TrainState
@@ -52,10 +53,13 @@ class RestoreOptions:
     partial: bool
     cast: bool
     fallback: bool
+    resize: Mapping[str, Rule]
 
 
 def restore_state(manager: StateManager, path: Path, options: RestoreOptions) -> TrainState:
     """Return the state of a checkpoint; of the newest again, if a run removes it meanwhile. Every process calls it."""
+    if options.resize and options.like is None:
+        raise ValueError("resize=… takes the new shapes from like=…, parameters that may be on the meta device")
     runtime = manager.runtime()
     peers, removed = peers_of(runtime), CheckpointError()
     for _ in range(TRIES):
@@ -98,14 +102,19 @@ def _restored(
     if len(set(nonces)) > 1:
         raise RemovedCheckpointError(f"{path}: it was replaced while it was opened")
 
-    def restored() -> TrainState:
+    def restored() -> tuple[TrainState, str]:
         with disable_ambient_modes():
-            state = _Restore(manager, runtime, checkpoint, options).state()
+            restore = _Restore(manager, runtime, checkpoint, options)
+            state = restore.state()
         if options.data is not None:
             load_position(checkpoint.body["data_position"], options.data, peers)
-        return state
+        return state, " ".join(restore.sums)
 
-    state, _ = _on_all(peers, "after restoring a checkpoint", restored)
+    (state, _), sums = _on_all(peers, "after restoring a checkpoint", restored, lambda found: found[1])
+    if len(set(sums)) > 1:
+        raise InputMismatchError(
+            "resize: the functions returned other values on other ranks: let them draw from a generator with a seed"
+        )
     if peers.rank == 0:
         _warn(manager, runtime, checkpoint)
     return state
@@ -150,24 +159,44 @@ class _Restore:
         self.form, self.leaves = manager.place(*manager.begun(like))
         self.where = self._where(self._program())
         self.saved: SavedLeaves = saved_leaves(manager, self.form, self.where.__getitem__)
+        self.resize = Resize(options.resize, self.saved)
+        self.made: dict[str, list[LeafLayout]] = {}  # parameters that functions resize, by key
+        self.sums: list[str] = []  # of these
         self.shards: dict[tuple[int, int], torch.Tensor] = {}  # by index of the held tensor and rank
 
     def state(self) -> TrainState:
         wanted, numbers = self._wanted(), self._numbers()
         read = {index for leaf in wanted for piece in leaf.pieces for index in piece.held}
         handles = [self._handle(index, numbers, index in read) for index in range(len(self.leaves))]
-        items = plan_restore(self.plan, wanted, self.manager.mesh)
+        kept = [leaf for leaf in wanted if leaf.kind != "params" or leaf.key not in self.made]
+        items = plan_restore(self.plan, kept, self.manager.mesh)
         for rank in {rank: None for _, rank in self.shards}:
             mine = [item for item in items.rank(rank) if (item.part.held, rank) in self.shards]
             covered = Counter[int]()
             for item in mine:
-                covered[item.part.held] += item.part.box.numel
+                covered[item.part.held] += sum(common.numel for _, common in item.sources)
             for (index, owner), shard in self.shards.items():
                 if owner == rank and covered[index] < shard.numel():
-                    shard.zero_()  # padding
+                    shard.zero_()  # padding, and what a larger shape adds
             self.checkpoint.read(mine, lambda held, rank=rank: self.shards[held, rank], rank)  # type: ignore[misc]
+        for key, leaves in self.made.items():
+            self._make(key, leaves)
         whose = f", of the state that call {self.runtime.calls} restored"
         return TrainState(self.checkpoint.step, tuple(handles), self.form, whose)
+
+    def _make(self, key: str, leaves: list[LeafLayout]) -> None:
+        """Fill the shards of a parameter by a function, from the full old leaf: the master and the stored one."""
+        rule, mesh = self.resize.rule(leaves[0]), self.manager.mesh
+        assert callable(rule)
+        new = resized(rule, self.checkpoint.tensor(f"params/{key}"), leaves[0])
+        self.sums.append(self.runtime.checksum(new))
+        for rank in {rank: None for _, rank in self.shards}:
+            for leaf in leaves:
+                for piece in leaf.pieces:
+                    for region in leaf.regions(piece, mesh, mesh.coordinates(rank)):
+                        for part in region.parts:
+                            if (part.held, rank) in self.shards:
+                                part.view(self.shards[part.held, rank]).copy_(new[part.box.slices])
 
     # --- the layout ---
 
@@ -237,20 +266,22 @@ class _Restore:
     def _wanted(self) -> list[LeafLayout]:
         """Return the leaves to read, with the keys that they have in the checkpoint. Raise if they do not match."""
         held = {(leaf.kind, leaf.key): leaf for leaf in self.plan.leaves}
-        names = {(kind, self._renamed(kind, key)): (kind, key) for kind, key in held}
         found, problems, used = [], [], set()
         every = [(leaf, False) for leaf in self.saved.tensors] + [(leaf, True) for leaf in self.saved.rounded]
         for leaf, is_rounded in every:
-            old = names.get((leaf.kind, leaf.key))
-            if old is None:
+            old = (leaf.kind, self._old(leaf.kind, leaf.key))
+            if old not in held:
                 if not (self.options.partial or leaf.key.startswith("~")):
                     problems.append(f"{leaf}: the checkpoint does not have it")
                 continue
             used.add(old)
             saved = held[old]
-            if saved.shape != leaf.shape:
+            rule = self.resize.rule(leaf)
+            if saved.shape != leaf.shape and (rule is None or len(saved.shape) != len(leaf.shape)):
                 problems.append(f"{leaf}: {saved.shape} in the checkpoint, {leaf.shape} in this step")
-            elif saved.dtype != leaf.dtype and not (is_rounded or self.options.cast):
+            elif saved.shape != leaf.shape and callable(rule):
+                self.made.setdefault(old[1], []).append(leaf)
+            if saved.dtype != leaf.dtype and not (is_rounded or self.options.cast):
                 problems.append(f"{leaf}: {saved.dtype} in the checkpoint, {leaf.dtype} in this step; see cast=True")
             found.append(replace(leaf, key=old[1]))
         if not self.options.partial:
@@ -260,29 +291,28 @@ class _Restore:
             raise CheckpointError(
                 f"{self.checkpoint.path} is not of this step's model and optimizer:\n  "
                 + "\n  ".join(listed(problems))
-                + "\nrename={old: new} restores renamed leaves; partial=True with like=… restores those that both have"
+                + "\nrename={old: new} restores renamed leaves; partial=True with like=… those that both have; "
+                "resize={path: 'zeros'} with like=… those of another size"
             )
         return found
 
-    def _renamed(self, kind: str, key: str) -> str:
-        for old, new in self.options.rename.items():
-            if key == old or (kind == "optimizer" and key.endswith(f"/{old}")):
-                return key.removesuffix(old) + new
-        return key
+    def _old(self, kind: str, key: str) -> str:
+        """Return the key that a leaf of this step has in the checkpoint."""
+        owner = self.saved.owners.get(f"{kind}/{key}", "")
+        old = next((old for old, new in self.options.rename.items() if new == owner), owner)
+        before, _, after = f"/{key}/".rpartition(f"/{owner}/")
+        return key if old == owner else f"{before}/{old}/{after}"[1:-1]
 
     def _numbers(self) -> dict[int, Any]:
         """Return the values of the leaves that are not tensors, by index."""
-        saved = {
-            f"{kind}/{self._renamed(kind, rest)}": value
-            for key, value in self.checkpoint.numbers.items()
-            for kind, _, rest in [key.partition("/")]
-        }
-        found = {}
-        for key, index in self.saved.numbers.items():
-            if key in saved:
-                found[index] = type(self.leaves[index])(saved[key])
-            elif not self.options.partial and "/~" not in key:
-                raise CheckpointError(f"{self.checkpoint.path}: it does not have the number {key!r}")
+        found, saved = {}, self.checkpoint.numbers
+        for name, index in self.saved.numbers.items():
+            kind, _, key = name.partition("/")
+            old = f"{kind}/{self._old(kind, key)}"
+            if old in saved:
+                found[index] = type(self.leaves[index])(saved[old])
+            elif not self.options.partial and "/~" not in name:
+                raise CheckpointError(f"{self.checkpoint.path}: it does not have the number {name!r}")
         return found
 
     def _handle(self, index: int, numbers: Mapping[int, Any], is_read: bool) -> Any:

@@ -7,7 +7,7 @@ tensors without values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,12 +34,16 @@ class SavedLeaves:
         rounded: stored parameters of which the checkpoint has only the masters: the layouts in which they are stored.
         numbers: indices of the held leaves that are not tensors, by kind and key.
         params: the tree of the user's parameters, of tensors without values.
+        owners: key of the parameter to which a leaf belongs, by kind and key of the leaf.
+        frozen: keys of the parameters that the optimizer does not update.
     """
 
     tensors: tuple[LeafLayout, ...]
     rounded: tuple[LeafLayout, ...]
     numbers: dict[str, int]
     params: PyTree
+    owners: dict[str, str]
+    frozen: frozenset[str]
 
 
 @dataclass
@@ -132,7 +136,37 @@ def saved_leaves(manager: StateManager, form: StateLayout, where: Callable[[int]
         for key, leaf in _named(stored)
         if isinstance(leaf, torch.Tensor) and not covered.issuperset(markers.source(leaf).held)
     ]
-    return SavedLeaves(tuple(tensors), tuple(rounded), numbers, params)
+    trees = {"params/": params, "optimizer/": state, **{f"optimizer/~{name}/": each for name, each in added.items()}}
+    owners = {f"{start}{key}": owner for start, each in trees.items() for key, owner in _owners(each, params)}
+    return SavedLeaves(tuple(tensors), tuple(rounded), numbers, params, owners, _frozen(manager, form))
+
+
+def _owners(tree: PyTree, params: PyTree) -> Iterator[tuple[str, str]]:
+    """Yield the key of each leaf of a tree that has subtrees like the parameters, and that of its parameter."""
+    structure = optree.tree_structure(params)
+    keys = structure.unflatten(tree_keys(params))
+
+    def is_like(x: PyTree) -> bool:
+        try:
+            structure.flatten_up_to(x)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    def owner(x: PyTree) -> PyTree:
+        return optree.tree_map(lambda key, part: optree.tree_map(lambda _: key, part), keys, x) if is_like(x) else ""
+
+    return zip(tree_keys(tree), optree.tree_leaves(optree.tree_map(owner, tree, is_leaf=is_like)), strict=True)
+
+
+def _frozen(manager: StateManager, form: StateLayout) -> frozenset[str]:
+    looks = form.looks[: form.params.num_leaves]
+    trained = [isinstance(x, TensorSignature) and (x.dtype.is_floating_point or x.dtype.is_complex) for x in looks]
+    fixed = [not moves or flag for moves, flag in zip(trained, form.places.frozen, strict=True)]
+    tree = form.params.unflatten(fixed)
+    if manager.stacks is not None:
+        tree = manager.stacks.restack(tree, all)
+    return frozenset(key for key, flag in _named(tree) if flag)
 
 
 def _named(tree: PyTree) -> list[tuple[str, Any]]:

@@ -34,6 +34,7 @@ from .local_step import LocalTrainStep, Metrics
 from .on_state import StateFunction
 from .options import StepOptions, require_arguments
 from .replicas import on_replicas
+from .resizing import Rule
 from .restoring import RestoreOptions, restore_state
 from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
 from .states import StateManager
@@ -348,6 +349,7 @@ class TrainStep(StateManager):
         partial: bool = False,
         cast: bool = False,
         fallback: bool = False,
+        resize: Mapping[str, Rule] = MappingProxyType({}),
     ) -> TrainState:
         """Restore a state from a checkpoint onto this step's mesh and plan, with all checksums verified.
 
@@ -363,12 +365,16 @@ class TrainStep(StateManager):
             partial: whether to restore only leaves that both have. Others get the values of `like`.
             cast: whether leaves may have another dtype in the checkpoint.
             fallback: whether to take an older checkpoint, with a warning, if the newest one is damaged.
+            resize: rules for parameters of another size in `like`, by pattern of their paths. "zeros" keeps the
+                elements that both have, and adds zeros; no rank holds more than its shards. A function of (old tensor,
+                new shape) returns the new tensor. It runs on every process, with the full leaf, and must return equal
+                values on all. The optimizer's state of the parameter keeps the elements that both have, and gets zeros.
 
         Raises:
             CheckpointError: if there is no checkpoint, or its leaves are not those of this step.
             DamagedCheckpointError: if a file is missing, changed or cut. The message names it.
         """
-        options = RestoreOptions(step, like, data, rename, partial, cast, fallback)
+        options = RestoreOptions(step, like, data, rename, partial, cast, fallback, resize)
         return restore_state(self, Path(path), options)
 
     # --- the program ---
