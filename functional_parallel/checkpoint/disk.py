@@ -33,6 +33,9 @@ class Disk:
                     if error.errno not in _NOT_SUPPORTED:
                         raise
             yield descriptor
+        except OSError as error:  # one of a descriptor does not name its file
+            error.filename = error.filename or str(path)
+            raise
         finally:
             os.close(descriptor)
 

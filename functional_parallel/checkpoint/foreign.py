@@ -22,7 +22,7 @@ from .folder import committed, newest
 from .format import NAME, Entry
 from .opened import Checkpoint
 from .sums import default_algorithm
-from .trees import tree_from_json, tree_keys
+from .trees import tree_from_json, tree_keys, without_leaves
 
 Made = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]]
 
@@ -42,7 +42,8 @@ def load(path: str | Path) -> PyTree:
             `torch.save` with tensors in dicts, lists and tuples, which is read with `weights_only=True`.
 
     Returns:
-        The tree of the parameters. Of safetensors files it is a dict by key.
+        The tree of the parameters. Of safetensors files it is a dict by key. Frozen parameters that `only="trained"`
+        left out are missing in dicts, and None elsewhere.
 
     Raises:
         CheckpointError: if the path has none of these.
@@ -104,10 +105,10 @@ def _is_foreign(path: Path) -> bool:
 
 
 def _params_of(checkpoint: Checkpoint) -> PyTree:
-    tree, tensors = checkpoint.body["tree"], _tensors_of(checkpoint, "params")
-    if tree is None:
+    tensors, numbers = _tensors_of(checkpoint, "params"), checkpoint.numbers
+    if checkpoint.body["tree"] is None:
         return {key: make() for key, (_, _, make) in tensors.items()}
-    numbers = checkpoint.numbers
+    tree = without_leaves(checkpoint.body["tree"], checkpoint.left_out)
     return tree_from_json(tree, lambda key: tensors[key][2]() if key in tensors else numbers[f"params/{key}"])
 
 

@@ -44,6 +44,7 @@ class Checkpoint:
         mesh: the mesh of the run that saved it.
         leaves: shape and dtype of each tensor, by kind and key: "params/layers/0/w", "optimizer/m/layers/0/w".
         numbers: leaves that are Python numbers, by kind and key.
+        left_out: shape and dtype of the frozen parameters that `only="trained"` left out, by key.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,6 +69,8 @@ class Checkpoint:
             self.extra: dict[str, Any] = self.body["extra"]
             self.data_position: Any = position_of(self.body["data_position"])
             self.numbers: dict[str, bool | int | float] = self.body["numbers"]
+            left_out = self.body.get("left_out", {}).items()  # none in a checkpoint of an older version
+            self.left_out = {key: LeafInfo(tuple(size), getattr(torch, name)) for key, (size, name) in left_out}
             self.files = {name: FileInfo(size, sums) for name, (size, sums) in self.body["files"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCheckpointError(f"{path / NAME}: {type(error).__name__}: {error}") from None
@@ -109,6 +112,7 @@ class Checkpoint:
         for name, leaf in self.leaves.items():
             rows.append((name, str(leaf.shape), str(leaf.dtype).removeprefix("torch.")))
         rows += [(name, "number", repr(value)) for name, value in self.numbers.items()]
+        rows += [(f"params/{key}", str(leaf.shape), "frozen, left out") for key, leaf in self.left_out.items()]
         return "\n".join([*lines, *columns(rows)] if rows else lines)
 
     def verify(self) -> None:

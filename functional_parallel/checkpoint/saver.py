@@ -10,7 +10,7 @@ from ..quantities import is_positive_int
 from .copies import Copies
 from .folder import newest
 from .opened import Checkpoint
-from .saving import Save
+from .saving import Save, require_only
 
 
 class Saves(Protocol):
@@ -69,6 +69,7 @@ class Saver:
         keep: number of checkpoints to keep. Older ones are removed when the next one is safe. None keeps all.
         asynchronous: whether a thread writes. Otherwise a call returns when the checkpoint is safe.
         busy: "wait" for the save before, or "skip" this one, if a process has not finished writing.
+        only: "trained" to leave out frozen parameters, as for `train.save`.
 
     Raises:
         ValueError: if an argument has another value.
@@ -82,13 +83,15 @@ class Saver:
         keep: int | None = None,
         asynchronous: bool = True,
         busy: str = "wait",
+        only: str | None = None,
     ) -> None:
+        require_only(only)
         if not is_positive_int(every) or not (keep is None or is_positive_int(keep)):
             raise ValueError(f"Saver(every={every!r}, keep={keep!r}): positive numbers, or keep=None to keep all")
         if busy not in ("wait", "skip"):
             raise ValueError(f"Saver(busy={busy!r}): it is 'wait' or 'skip'")
         self.path, self.every, self.keep = Path(path), every, keep
-        self.asynchronous, self.busy = asynchronous, busy
+        self.asynchronous, self.busy, self.only = asynchronous, busy, only
         self._last: Save | None = None
         self._copies = Copies() if asynchronous else None
 
@@ -112,7 +115,8 @@ class Saver:
         if self._last is not None and self.busy == "skip" and self._last.is_running_anywhere():
             return False
         self.wait()
-        save = train.begin_save(state, self.path, data=data, extra=extra, keep=self.keep, copies=self._copies)
+        chosen = {"keep": self.keep, "copies": self._copies, "only": self.only}
+        save = train.begin_save(state, self.path, data=data, extra=extra, **chosen)
         self._last = save
         if self.asynchronous:
             save.start()

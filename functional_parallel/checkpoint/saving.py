@@ -5,9 +5,12 @@ Ranks report through the store of the run, not through process groups, so a thre
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -66,6 +69,7 @@ class Save:
     work: list[tuple[int, list[WriteItem], Tensors]]
     algorithm: str
     keep: int | None
+    size: int  # bytes of all files, without headers
     _thread: threading.Thread | None = field(default=None, repr=False)
     _problem: str = ""
 
@@ -78,7 +82,7 @@ class Save:
             self.work = []
             self._report(files)
         except Exception as error:
-            self._fail(_told(error))
+            self._fail(_told(error, self.made.parent, self.size))
 
     def start(self) -> None:
         """Run in a thread."""
@@ -158,10 +162,22 @@ class Save:
         return f"functional_parallel/checkpoint/{self.nonce}/{what}"
 
 
-def _told(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename or 'a checkpoint'}: {error.strerror or error}"
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def _told(error: Exception, folder: Path, size: int) -> str:
+    if not isinstance(error, OSError):
+        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    told = f"{error.filename or folder}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with suppress(OSError):
+            written = sum(each.lstat().st_blocks for each in folder.glob("*.tmp-*/*/*")) * 512
+            free = shutil.disk_usage(folder).free + written
+            told += f". The checkpoint needs {size:,} bytes in {folder}, and {free:,} were free before it"
+    return told
+
+
+def require_only(only: str | None) -> None:
+    """Check the choice of what is saved."""
+    if only not in (None, "trained"):
+        raise ValueError(f"only={only!r}: it is 'trained', to leave out frozen parameters, or None")
 
 
 def begin_save(
@@ -185,11 +201,12 @@ def begin_save(
     """
     disk, step = disk or Disk(), int(contents.body["step"])
     nonce, problem = secrets.token_hex(8), ""
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in contents.plan.leaves)
     if peers.rank == 0:
         try:
             RunFolder.of(disk, folder, nonce).begin(step, nonce)
         except (OSError, CheckpointError) as error:
-            problem = _told(error)
+            problem = _told(error, folder, size)
     (nonce, problem), *_ = peers.exchange((nonce, problem), "before a checkpoint")
     if problem:
         raise CheckpointError(problem)
@@ -211,4 +228,4 @@ def begin_save(
     found = (made / "params").is_dir()
     host = f"{os.uname().nodename} does not see {made}: the folder of checkpoints must be shared by all hosts"
     peers.agree("" if found else host, "before a checkpoint")
-    return Save(peers, disk, made, step, nonce, text, work, algorithm, keep)
+    return Save(peers, disk, made, step, nonce, text, work, algorithm, keep, size)

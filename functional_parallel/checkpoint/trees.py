@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import optree
@@ -73,3 +73,16 @@ def tree_from_json(made: Mapping[str, Any], leaf: Callable[[Any], Any]) -> PyTre
     if issubclass(kind, dict):
         return kind((key, tree_from_json(each, leaf)) for key, each in value.items())
     return kind(tree_from_json(each, leaf) for each in value)
+
+
+def without_leaves(made: Mapping[str, Any], left_out: Container[str]) -> dict[str, Any]:
+    """Return a tree as JSON without some leaves: dicts do not have them, and they are None elsewhere."""
+    ((name, value),) = made.items()
+    if name == "leaf":
+        return {"None": 0} if value in left_out else dict(made)
+    if name not in _TREES:
+        return dict(made)
+    if not issubclass(_TREES[name], dict):
+        return {name: [without_leaves(each, left_out) for each in value]}
+    kept = {key: each for key, each in value.items() if each.get("leaf") is None or each["leaf"] not in left_out}
+    return {name: {key: without_leaves(each, left_out) for key, each in kept.items()}}

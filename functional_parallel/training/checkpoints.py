@@ -12,12 +12,14 @@ import torch
 from ..checkpoint import (
     Contents,
     Copies,
+    LeafLayout,
     Peers,
     Save,
     SavePlan,
     begin_save,
     plan_save,
     position_to_json,
+    require_only,
     tree_keys,
     tree_to_json,
 )
@@ -48,8 +50,10 @@ def save_state(
     extra: Any,
     keep: int | None,
     copies: Copies | None,
+    only: str | None,
 ) -> Save:
     """Begin to save a state. If its values are copied, training may continue. Every process calls it."""
+    require_only(only)
     form, runtime = manager.known_form(state), manager.runtime_for(state)
     settle(manager, state)
     try:
@@ -57,7 +61,9 @@ def save_state(
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra={extra!r}: a checkpoint has what JSON can hold ({error})") from None
     peers = peers_of(runtime)
-    leaves, plan = _plan(manager, form, tuple(_where(runtime, form, state, i) for i in range(len(form.specs))))
+    where = tuple(_where(runtime, form, state, index) for index in range(len(form.specs)))
+    leaves, plan = _plan(manager, form, where, only)
+    left_out = [] if only is None else [leaf for leaf in leaves.tensors if _is_frozen(leaf, leaves)]
     numbers = {key: state.handles[index].value for key, index in leaves.numbers.items()}
     for key, value in numbers.items():
         if not isinstance(value, (bool, int, float)):
@@ -71,6 +77,7 @@ def save_state(
         "extra": extra,
         "tree": tree_to_json(optree.tree_structure(leaves.params).unflatten(tree_keys(leaves.params)), str),
         "batch": manager.batch_signature,
+        "left_out": {leaf.key: [leaf.shape, str(leaf.dtype).removeprefix("torch.")] for leaf in left_out},
     }
 
     def shard(index: int, rank: int) -> torch.Tensor:
@@ -80,13 +87,20 @@ def save_state(
     return begin_save(peers, Path(path), contents, keep=keep, copies=copies)
 
 
-def _plan(manager: StateManager, form: StateLayout, where: tuple[Where, ...]) -> tuple[SavedLeaves, SavePlan]:
-    """Return the leaves of a state and the plan to save them, which are computed once."""
-    if (form, where) not in manager.plans:
+def _plan(
+    manager: StateManager, form: StateLayout, where: tuple[Where, ...], only: str | None
+) -> tuple[SavedLeaves, SavePlan]:
+    """Return the leaves of a state and the plan to save them, or only the trained ones. They are computed once."""
+    if (form, where, only) not in manager.plans:
         leaves = saved_leaves(manager, form, where.__getitem__)
-        manager.plans[form, where] = leaves, plan_save(leaves.tensors, manager.mesh)
-    found: tuple[SavedLeaves, SavePlan] = manager.plans[form, where]
+        tensors = [leaf for leaf in leaves.tensors if only is None or not _is_frozen(leaf, leaves)]
+        manager.plans[form, where, only] = leaves, plan_save(tensors, manager.mesh)
+    found: tuple[SavedLeaves, SavePlan] = manager.plans[form, where, only]
     return found
+
+
+def _is_frozen(leaf: LeafLayout, leaves: SavedLeaves) -> bool:
+    return leaf.kind == "params" and leaf.key in leaves.frozen
 
 
 def _where(runtime: Runtime[Any, Any], form: StateLayout, state: TrainState, index: int) -> Where:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from ..checkpoint import (
     TOO_FAST,
     TRIES,
     Checkpoint,
+    LeafInfo,
     LeafLayout,
     Peers,
     SavePlan,
@@ -25,6 +26,7 @@ from ..checkpoint import (
     load_position,
     plan_restore,
     tree_from_json,
+    tree_keys,
 )
 from ..errors import CheckpointError, DamagedCheckpointError, InputMismatchError, RemovedCheckpointError
 from ..functions import PyTree
@@ -36,7 +38,7 @@ from .checkpoints import owners_along, peers_of, reduction_of
 from .resizing import Resize, Rule, resized
 from .saved import SavedLeaves, saved_leaves
 from .signatures import listed
-from .state import StaticLeaf, TrainState
+from .state import StateLayout, StaticLeaf, TrainState
 from .states import StateManager
 
 T = TypeVar("T")
@@ -154,9 +156,7 @@ class _Restore:
         self.plan: SavePlan = checkpoint.plan
         self.device = getattr(runtime, "device", torch.device("cpu"))
         self.first = self._first_state()
-        like = optree.tree_map(without_memory, self._like())
-        register_dataclasses(like)
-        self.form, self.leaves = manager.place(*manager.begun(like))
+        self.form, self.leaves = self._layout()
         self.where = self._where(self._program())
         self.saved: SavedLeaves = saved_leaves(manager, self.form, self.where.__getitem__)
         self.resize = Resize(options.resize, self.saved)
@@ -200,6 +200,20 @@ class _Restore:
 
     # --- the layout ---
 
+    def _layout(self) -> tuple[StateLayout, list[Any]]:
+        """Return the layout of the state and its leaves, tensors without values."""
+        if self.first is not None:  # `like` may be a function, which is called once
+            held = zip(self.first.form.looks, self.first.handles, strict=True)
+            return self.first.form, [
+                torch.empty(look.shape, dtype=look.dtype, device="meta")
+                if isinstance(look, TensorSignature)
+                else handle.value
+                for look, handle in held
+            ]
+        like = optree.tree_map(without_memory, self._like())
+        register_dataclasses(like)
+        return self.manager.place(*self.manager.begun(like))
+
     def _like(self) -> PyTree:
         like = self.options.like
         if like is not None:
@@ -221,12 +235,21 @@ class _Restore:
         return tree_from_json(made, leaf)
 
     def _first_state(self) -> TrainState | None:
-        """Return a first state for the leaves that the checkpoint lacks, with `partial`."""
-        if not self.options.partial:
+        """Return a first state for the leaves that the checkpoint lacks: frozen ones, and others with `partial`."""
+        like, lacks = self.options.like, self.checkpoint.left_out
+        if not self.options.partial and not lacks:
             return None
-        if self.options.like is None:
+        leaves = zip(tree_keys(like), optree.tree_leaves(like), strict=True)  # a function is one leaf
+        given = {key for key, leaf in leaves if not getattr(leaf, "is_meta", False)}
+        empty = [] if callable(like) else [key for key in lacks if key not in given]
+        if empty:
+            raise CheckpointError(
+                f"{self.checkpoint.path} was saved with only='trained', without these frozen parameters: "
+                f"{', '.join(listed(empty))}. Give train.restore(path, like=params), with their values"
+            )
+        if like is None:
             raise CheckpointError("partial=True takes new leaves from like=…, parameters with values, which is missing")
-        return self.manager.init(self.options.like)
+        return self.manager.init(like)
 
     def _program(self) -> PipelineProgram | None:
         """Return the program of a pipeline, with the ranks that hold each leaf; None if it is not known."""
@@ -265,27 +288,24 @@ class _Restore:
 
     def _wanted(self) -> list[LeafLayout]:
         """Return the leaves to read, with the keys that they have in the checkpoint. Raise if they do not match."""
-        held = {(leaf.kind, leaf.key): leaf for leaf in self.plan.leaves}
-        found, problems, used = [], [], set()
+        held = {f"{leaf.kind}/{leaf.key}": leaf for leaf in self.plan.leaves}
+        left_out = {f"params/{key}": info for key, info in self.checkpoint.left_out.items()}
+        known: dict[str, LeafLayout | LeafInfo] = {**held, **left_out}
+        found, problems, used = list[LeafLayout](), list[str](), set[str]()
         every = [(leaf, False) for leaf in self.saved.tensors] + [(leaf, True) for leaf in self.saved.rounded]
         for leaf, is_rounded in every:
-            old = (leaf.kind, self._old(leaf.kind, leaf.key))
-            if old not in held:
-                if not (self.options.partial or leaf.key.startswith("~")):
-                    problems.append(f"{leaf}: the checkpoint does not have it")
-                continue
+            old = self._old(f"{leaf.kind}/{leaf.key}", known)
             used.add(old)
-            saved = held[old]
-            rule = self.resize.rule(leaf)
-            if saved.shape != leaf.shape and (rule is None or len(saved.shape) != len(leaf.shape)):
-                problems.append(f"{leaf}: {saved.shape} in the checkpoint, {leaf.shape} in this step")
-            elif saved.shape != leaf.shape and callable(rule):
-                self.made.setdefault(old[1], []).append(leaf)
-            if saved.dtype != leaf.dtype and not (is_rounded or self.options.cast):
-                problems.append(f"{leaf}: {saved.dtype} in the checkpoint, {leaf.dtype} in this step; see cast=True")
-            found.append(replace(leaf, key=old[1]))
+            if old:
+                problems += self._differences(leaf, known[old], is_rounded or old in left_out)
+            elif not (self.options.partial or leaf.key.startswith("~")):
+                problems.append(f"{leaf}: the checkpoint does not have it")
+            if old in held:
+                found.append(replace(leaf, key=held[old].key))
+                if held[old].shape != leaf.shape and callable(self.resize.rule(leaf)):
+                    self.made.setdefault(held[old].key, []).append(leaf)
         if not self.options.partial:
-            extra = [held[old] for old in held if old not in used and not old[1].startswith("~")]
+            extra = [leaf for name, leaf in held.items() if name not in used and not leaf.key.startswith("~")]
             problems += [f"{leaf}: this step does not have it" for leaf in extra]
         if problems:
             raise CheckpointError(
@@ -296,20 +316,28 @@ class _Restore:
             )
         return found
 
-    def _old(self, kind: str, key: str) -> str:
-        """Return the key that a leaf of this step has in the checkpoint."""
-        owner = self.saved.owners.get(f"{kind}/{key}", "")
+    def _differences(self, leaf: LeafLayout, saved: LeafLayout | LeafInfo, any_dtype: bool) -> Iterator[str]:
+        is_resized = self.resize.rule(leaf) is not None and len(saved.shape) == len(leaf.shape)
+        if saved.shape != leaf.shape and not is_resized:
+            yield f"{leaf}: {saved.shape} in the checkpoint, {leaf.shape} in this step"
+        elif saved.dtype != leaf.dtype and not (any_dtype or self.options.cast):
+            yield f"{leaf}: {saved.dtype} in the checkpoint, {leaf.dtype} in this step; see cast=True"
+
+    def _old(self, name: str, known: Container[str]) -> str:
+        """Return the name, kind and key, that a leaf of this step has in the checkpoint; "" if it is not there."""
+        owner = self.saved.owners.get(name, "")
         old = next((old for old, new in self.options.rename.items() if new == owner), owner)
-        before, _, after = f"/{key}/".rpartition(f"/{owner}/")
-        return key if old == owner else f"{before}/{old}/{after}"[1:-1]
+        text, part = f"{name}/", f"/{owner}/"
+        places = [at for at in range(len(text)) if text.startswith(part, at)] if old != owner else []
+        names = [f"{text[:at]}/{old}/{text[at + len(part) :]}"[:-1] for at in places] or [name]
+        return next((each for each in names if each in known), "")
 
     def _numbers(self) -> dict[int, Any]:
         """Return the values of the leaves that are not tensors, by index."""
         found, saved = {}, self.checkpoint.numbers
         for name, index in self.saved.numbers.items():
-            kind, _, key = name.partition("/")
-            old = f"{kind}/{self._old(kind, key)}"
-            if old in saved:
+            old = self._old(name, saved)
+            if old:
                 found[index] = type(self.leaves[index])(saved[old])
             elif not self.options.partial and "/~" not in name:
                 raise CheckpointError(f"{self.checkpoint.path}: it does not have the number {name!r}")

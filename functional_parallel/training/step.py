@@ -280,7 +280,9 @@ class TrainStep(StateManager):
 
     # --- checkpoints ---
 
-    def save(self, state: TrainState, path: str | Path, *, data: Any = None, extra: Any = None) -> None:
+    def save(
+        self, state: TrainState, path: str | Path, *, data: Any = None, extra: Any = None, only: str | None = None
+    ) -> None:
         """Save a state as a checkpoint of its step. It returns when the checkpoint is safe on the disk.
 
         Each rank writes what it holds, and ranks with equal shards share the work. Every process must call it.
@@ -305,13 +307,15 @@ class TrainStep(StateManager):
             data: the `fp.Position` that `sampler.run` returned with the last batch, or a loader with `state_dict` and
                 `load_state_dict`.
             extra: what else to save; JSON.
+            only: "trained" to leave out the parameters that the optimizer does not update: those that `by_path`
+                freezes, and tensors of integers. Parameters that the loss does not use are saved, with their state.
 
         Raises:
             CheckpointError: on every process, if a process could not write its part, or another run writes there. The
                 state is unchanged, so training can go on.
             TypeError: if `data` or `extra` cannot be saved.
         """
-        save = self.begin_save(state, path, data=data, extra=extra)
+        save = self.begin_save(state, path, data=data, extra=extra, only=only)
         save.run()
         save.wait()
 
@@ -324,11 +328,12 @@ class TrainStep(StateManager):
         extra: Any = None,
         keep: int | None = None,
         copies: Copies | None = None,
+        only: str | None = None,
     ) -> Save:
         """Begin a save for a caller that decides when it is written, as `fp.checkpoint.Saver` does.
 
         Args:
-            state, path, data, extra: as for `save`.
+            state, path, data, extra, only: as for `save`.
             keep: number of checkpoints to keep.
             copies: memory for copies of what this process writes, made now. Without it, the state must not be donated
                 before the save has run.
@@ -336,7 +341,7 @@ class TrainStep(StateManager):
         Returns:
             The save. `run` writes it, in this thread or another one. Then `wait` raises what went wrong.
         """
-        return save_state(self, state, path, data=data, extra=extra, keep=keep, copies=copies)
+        return save_state(self, state, path, data=data, extra=extra, keep=keep, copies=copies, only=only)
 
     def restore(
         self,
@@ -359,7 +364,8 @@ class TrainStep(StateManager):
             path: folder of the run's checkpoints, or of one checkpoint.
             step: step of the checkpoint. By default the newest one is taken.
             like: parameters of the same structure, or a function that makes them. It is needed if the parameters are in
-                containers other than dicts with text as keys, lists and tuples, and with `partial`.
+                containers other than dicts with text as keys, lists and tuples, with `partial`, and for a checkpoint of
+                the trained parameters, whose frozen parameters get the values of `like`.
             data: a loader whose `load_state_dict` gets the position of this process.
             rename: new names of leaves by their names in the checkpoint, as `inspect` lists them without "params/".
             partial: whether to restore only leaves that both have. Others get the values of `like`.

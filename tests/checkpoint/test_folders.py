@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,10 +72,14 @@ def test_a_folder_that_was_removed_is_made_again(train: Any, tmp_path: Path) -> 
 class _Full(Disk):
     """A disk with room for small files only."""
 
-    def create(self, path: Path, size: int) -> Any:
-        if path.suffix == ".safetensors":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return super().create(path, size)
+    def write(self, descriptor: int, data: memoryview, offset: int) -> None:
+        if b"saved_offsets" in bytes(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # one of a descriptor does not name its file
+        super().write(descriptor, data, offset)
+
+
+def _written(folder: Path) -> int:
+    return sum(each.stat().st_blocks * 512 for each in folder.glob("*.tmp-*/*/*"))
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(
@@ -84,8 +89,13 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     train.save(state, tmp_path)
     monkeypatch.setattr(saving, "Disk", _Full)
     state, _ = train(state, torch.ones(2, 4))
-    with pytest.raises(CheckpointError, match=r"shard-00001-model-00001-of-00001.safetensors: No space left"):
+    need, free = 2 * sum(leaf.nbytes for leaf in PARAMS.values()) + 4, 10**9  # with moments, and a count
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": free - _written(path)}))
+    with pytest.raises(CheckpointError) as caught:
         train.save(state, tmp_path)
+    file = r"step_00000001.tmp-\w+/\w+/shard-00001-model-00001-of-00001.safetensors"
+    numbers = f"The checkpoint needs {need} bytes in {tmp_path}, and {free:,} were free before it"
+    assert re.fullmatch(f"{tmp_path}/{file}: No space left on device. {numbers}", str(caught.value))
     assert steps(tmp_path) == ["step_00000000"]
     monkeypatch.undo()
     train.save(state, tmp_path)

@@ -63,6 +63,21 @@ def test_renamed_leaves(tmp_path: Path) -> None:
     assert torch.equal(params["c"], before["b"]) and torch.equal(moments.mean["c"], old.mean["b"])
 
 
+def test_renamed_leaves_of_an_optimizer_with_several_tensors_per_parameter(tmp_path: Path) -> None:
+    train = fp.train_step(loss, fp.optim.adafactor(0.1), Mesh(data=2), fp.zero(3, "data"), donate=False)
+    state, _ = train(train.init(weights("a", "b")), X)
+    train.save(state, tmp_path)
+    params, moments = train.whole(train.restore(tmp_path, like=weights("a", "row"), rename={"b": "row"}))
+    before, old = train.whole(state)
+    assert torch.equal(params["row"], before["b"]) and torch.equal(moments.square["row"].row, old.square["b"].row)
+
+
+def test_a_mesh_without_axes(tmp_path: Path) -> None:
+    train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh())
+    train.save(train.init(weights("a")), tmp_path)
+    assert torch.equal(train.params(train.restore(tmp_path))["a"], weights("a")["a"])
+
+
 def test_part_of_a_model(tmp_path: Path) -> None:
     train = step(donate=False)
     state, _ = train(train.init(weights("a", "b")), X)
@@ -123,8 +138,9 @@ def test_another_stage_on_the_same_mesh_goes_on_with_the_same_bits(tmp_path: Pat
 def test_another_seed_is_warned_of(tmp_path: Path) -> None:
     train = step(seed=1)
     train.save(train.init(weights("a")), tmp_path)
-    with pytest.warns(RuntimeWarning, match="seed=1, and this one has seed=2"):
+    with pytest.warns(RuntimeWarning, match="seed=1, and this one has seed=2") as caught:
         step(seed=2).restore(tmp_path)
+    assert [each.filename for each in caught] == [__file__]
 
 
 def on_ranks(rank: int, folder: str) -> list[str]:
@@ -142,8 +158,9 @@ def on_ranks(rank: int, folder: str) -> list[str]:
 
 
 def test_other_sums_are_warned_of(tmp_path: Path) -> None:
-    for same, other in run_on_processes(on_ranks, 2, str(tmp_path)):
-        assert same == "" and "by a run with sums fast on data=2 by auto, and this one has ordered" in other
+    first, second = run_on_processes(on_ranks, 2, str(tmp_path))
+    assert first[0] == "" and "by a run with sums fast on data=2 by auto, and this one has ordered" in first[1]
+    assert second == ["", ""]  # one rank warns
     with pytest.warns(RuntimeWarning, match="losses differ from those of the uninterrupted run by rounding"):
         step().restore(tmp_path)
 
