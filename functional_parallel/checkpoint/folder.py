@@ -74,16 +74,16 @@ def newest(path: Path, step: int | None, use: Callable[[Checkpoint], T]) -> T:
     Raises:
         RemovedCheckpointError: if it is the only one of the path or the step, or if this happens `TRIES` times.
     """
-    removed: CheckpointError | None = None
+    removed = ""
     for _ in range(TRIES):
         try:
             found = candidates(path, step)
         except CheckpointError as error:
-            raise (removed or error) from None
+            raise RemovedCheckpointError(removed) if removed else error from None
         try:
             return use(Checkpoint(found[0]))
         except RemovedCheckpointError as error:
-            removed = error
+            removed = str(error)
     raise RemovedCheckpointError(TOO_FAST.format(path=path))
 
 

@@ -63,21 +63,21 @@ def restore_state(manager: StateManager, path: Path, options: RestoreOptions) ->
     if options.resize and options.like is None:
         raise ValueError("resize=… takes the new shapes from like=…, parameters that may be on the meta device")
     runtime = manager.runtime()
-    peers, removed = peers_of(runtime), CheckpointError()
+    peers, removed = peers_of(runtime), ""
     for _ in range(TRIES):
         found, problem = list[Path](), ""
         if peers.rank == 0:
             try:
                 found = candidates(path, options.step)
             except CheckpointError as error:
-                problem = str(removed) or str(error)
+                problem = removed or str(error)
         (found, problem), *_ = peers.exchange((found, problem), "to restore a checkpoint")
         if problem:
-            raise type(removed)(problem)
+            raise (RemovedCheckpointError if removed else CheckpointError)(problem)
         try:
             return _first_intact(manager, runtime, peers, found, options)
         except RemovedCheckpointError as error:
-            removed = error
+            removed = str(error)  # the error itself would keep what was read
     raise RemovedCheckpointError(TOO_FAST.format(path=path))
 
 
@@ -139,7 +139,10 @@ def _on_all(
     every = peers.exchange((told, grade), doing)
     worst = max(each for _, each in every)
     if failure is not None and grade == worst:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # in a cycle with this frame, it would keep what was read
     if worst >= 0:
         rank = [each for _, each in every].index(worst)
         raise _FAILURES[worst](f"rank {rank}: {every[rank][0]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,25 +146,34 @@ def test_another_seed_is_warned_of(tmp_path: Path) -> None:
 
 
 def on_ranks(rank: int, folder: str) -> list[str]:
-    import warnings
-
-    train = step(reduction="fast")
-    train.save(train.init(weights("a")), folder)
-    found = []
+    train, found = step(reduction="fast"), []
+    state = train.init(weights("a"))
+    train.save(state, folder)
     for options in ({"reduction": "fast"}, {"reduction": "ordered"}):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step(**options).restore(folder)
-        found.append("; ".join(str(each.message) for each in caught))
+        found.append(_warnings(lambda options=options: step(**options).restore(folder)))  # type: ignore[misc]
+    state, _ = train(state, X)
+    train.save(state, folder)
+    if rank == 0:
+        (Path(folder) / "step_00000001" / "checkpoint.json").write_text("{}")
+    torch.distributed.barrier()
+    found.append(_warnings(lambda: train.restore(folder, fallback=True)))
     return found
+
+
+def _warnings(act: Callable[[], Any]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return "; ".join(str(each.message) for each in caught)
 
 
 def test_other_sums_are_warned_of(tmp_path: Path) -> None:
     first, second = run_on_processes(on_ranks, 2, str(tmp_path))
     assert first[0] == "" and "by a run with sums fast on data=2 by auto, and this one has ordered" in first[1]
-    assert second == ["", ""]  # one rank warns
+    assert "Restoring step_00000000 instead" in first[2]
+    assert second == ["", "", ""]  # one rank warns
     with pytest.warns(RuntimeWarning, match="losses differ from those of the uninterrupted run by rounding"):
-        step().restore(tmp_path)
+        step().restore(tmp_path, step=0)
 
 
 # -----------------------------------------------------------------------------
