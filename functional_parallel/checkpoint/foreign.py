@@ -108,7 +108,8 @@ def _params_of(checkpoint: Checkpoint) -> PyTree:
     tensors, numbers = _tensors_of(checkpoint, "params"), checkpoint.numbers
     if checkpoint.body["tree"] is None:
         return {key: make() for key, (_, _, make) in tensors.items()}
-    tree = without_leaves(checkpoint.body["tree"], checkpoint.left_out)
+    left_out = {name.removeprefix("params/") for name in checkpoint.left_out}
+    tree = without_leaves(checkpoint.body["tree"], left_out)
     return tree_from_json(tree, lambda key: tensors[key][2]() if key in tensors else numbers[f"params/{key}"])
 
 

@@ -44,7 +44,7 @@ class Checkpoint:
         mesh: the mesh of the run that saved it.
         leaves: shape and dtype of each tensor, by kind and key: "params/layers/0/w", "optimizer/m/layers/0/w".
         numbers: leaves that are Python numbers, by kind and key.
-        left_out: shape and dtype of the frozen parameters that `only="trained"` left out, by key.
+        left_out: shape and dtype of the frozen leaves that `only="trained"` left out, by kind and key.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class Checkpoint:
         for name, leaf in self.leaves.items():
             rows.append((name, str(leaf.shape), str(leaf.dtype).removeprefix("torch.")))
         rows += [(name, "number", repr(value)) for name, value in self.numbers.items()]
-        rows += [(f"params/{key}", str(leaf.shape), "frozen, left out") for key, leaf in self.left_out.items()]
+        rows += [(name, str(leaf.shape), "frozen, left out") for name, leaf in self.left_out.items()]
         return "\n".join([*lines, *columns(rows)] if rows else lines)
 
     def verify(self) -> None:

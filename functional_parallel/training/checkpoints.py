@@ -77,7 +77,9 @@ def save_state(
         "extra": extra,
         "tree": tree_to_json(optree.tree_structure(leaves.params).unflatten(tree_keys(leaves.params)), str),
         "batch": manager.batch_signature,
-        "left_out": {leaf.key: [leaf.shape, str(leaf.dtype).removeprefix("torch.")] for leaf in left_out},
+        "left_out": {
+            f"{leaf.kind}/{leaf.key}": [leaf.shape, str(leaf.dtype).removeprefix("torch.")] for leaf in left_out
+        },
     }
 
     def shard(index: int, rank: int) -> torch.Tensor:
@@ -100,7 +102,8 @@ def _plan(
 
 
 def _is_frozen(leaf: LeafLayout, leaves: SavedLeaves) -> bool:
-    return leaf.kind == "params" and leaf.key in leaves.frozen
+    """Whether steps never change a leaf: a frozen parameter, or state of its shape that belongs to it."""
+    return leaves.frozen.get(leaves.owners[f"{leaf.kind}/{leaf.key}"]) == leaf.shape
 
 
 def _where(runtime: Runtime[Any, Any], form: StateLayout, state: TrainState, index: int) -> Where:

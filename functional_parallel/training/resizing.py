@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import optree
 import torch
 
 from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
 from ..checkpoint import LeafLayout, tree_keys
+from ..functions import PyTree
+from ..optim import Optimizer
 from .saved import SavedLeaves
 
 Rule = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
@@ -18,10 +21,12 @@ Rule = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 class Resize:
     """The rule of every leaf: of a parameter by its path; of optimizer state by the parameter to which it belongs."""
 
-    def __init__(self, rules: Mapping[str, Rule], saved: SavedLeaves) -> None:
+    def __init__(self, rules: Mapping[str, Rule], saved: SavedLeaves, optimizer: Optimizer) -> None:
         paths = tree_paths(saved.params)
         self._paths = dict(zip(tree_keys(saved.params), paths, strict=True))
-        self._rules, self._owners = rules, saved.owners
+        self._rules, self._owners, self._copies = rules, saved.owners, set[str]()
+        if any(map(callable, rules.values())):
+            self._copies = _copies(optimizer, saved.params)
         for pattern, rule in rules.items():
             if rule != "zeros" and not callable(rule):
                 raise ValueError(f"resize={{{pattern!r}: {rule!r}}}: it is 'zeros', or a function of (old, shape)")
@@ -30,11 +35,26 @@ class Resize:
                 raise ValueError(f"resize: {pattern!r} matches no parameter; the nearest are {close}")
 
     def rule(self, leaf: LeafLayout) -> Rule | None:
-        """Return the rule of a leaf, None if there is none. State gets zeros, whatever the parameter gets."""
-        path = self._paths.get(self._owners.get(f"{leaf.kind}/{leaf.key}", ""))
+        """Return the rule of a leaf, None if there is none. State that is no copy of the parameter gets zeros."""
+        name = f"{leaf.kind}/{leaf.key}"
+        path = self._paths.get(self._owners.get(name, ""))
         rules = (rule for pattern, rule in self._rules.items() if path is not None and matches(pattern, path))
         found = next(rules, None)
-        return found if leaf.kind == "params" or found is None else "zeros"
+        return found if leaf.kind == "params" or name in self._copies or found is None else "zeros"
+
+
+def _copies(optimizer: Optimizer, params: PyTree) -> set[str]:
+    """Return the names of the state that begins with the values of the parameters, such as an average of them."""
+
+    def first(value: int) -> PyTree:
+        def tiny(leaf: PyTree) -> PyTree:
+            return torch.full((1,) * leaf.ndim, value, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+        return optimizer.init(optree.tree_map(tiny, params))
+
+    zeros, ones = first(0), first(1)
+    rows = zip(tree_keys(zeros), *map(optree.tree_leaves, (zeros, ones)), strict=True)
+    return {f"optimizer/{key}" for key, zero, one in rows if isinstance(zero, torch.Tensor) and not zero.equal(one)}
 
 
 def resized(rule: Callable[..., torch.Tensor], old: torch.Tensor, leaf: LeafLayout) -> torch.Tensor:

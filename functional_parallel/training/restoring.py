@@ -162,8 +162,8 @@ class _Restore:
         self.form, self.leaves = self._layout()
         self.where = self._where(self._program())
         self.saved: SavedLeaves = saved_leaves(manager, self.form, self.where.__getitem__)
-        self.resize = Resize(options.resize, self.saved)
-        self.made: dict[str, list[LeafLayout]] = {}  # parameters that functions resize, by key
+        self.resize = Resize(options.resize, self.saved, manager.optimizer)
+        self.made: dict[str, list[LeafLayout]] = {}  # leaves that functions resize, by kind and key
         self.sums: list[str] = []  # of these
         self.shards: dict[tuple[int, int], torch.Tensor] = {}  # by index of the held tensor and rank
 
@@ -171,7 +171,7 @@ class _Restore:
         wanted, numbers = self._wanted(), self._numbers()
         read = {index for leaf in wanted for piece in leaf.pieces for index in piece.held}
         handles = [self._handle(index, numbers, index in read) for index in range(len(self.leaves))]
-        kept = [leaf for leaf in wanted if leaf.kind != "params" or leaf.key not in self.made]
+        kept = [leaf for leaf in wanted if f"{leaf.kind}/{leaf.key}" not in self.made]
         items = plan_restore(self.plan, kept, self.manager.mesh)
         for rank in {rank: None for _, rank in self.shards}:
             mine = [item for item in items.rank(rank) if (item.part.held, rank) in self.shards]
@@ -182,16 +182,16 @@ class _Restore:
                 if owner == rank and covered[index] < shard.numel():
                     shard.zero_()  # padding, and what a larger shape adds
             self.checkpoint.read(mine, lambda held, rank=rank: self.shards[held, rank], rank)  # type: ignore[misc]
-        for key, leaves in self.made.items():
-            self._make(key, leaves)
+        for name, leaves in self.made.items():
+            self._make(name, leaves)
         whose = f", of the state that call {self.runtime.calls} restored"
         return TrainState(self.checkpoint.step, tuple(handles), self.form, whose)
 
-    def _make(self, key: str, leaves: list[LeafLayout]) -> None:
-        """Fill the shards of a parameter by a function, from the full old leaf: the master and the stored one."""
+    def _make(self, name: str, leaves: list[LeafLayout]) -> None:
+        """Fill the shards of a leaf, of a parameter its master and the stored one, by a function of the old leaf."""
         rule, mesh = self.resize.rule(leaves[0]), self.manager.mesh
         assert callable(rule)
-        new = resized(rule, self.checkpoint.tensor(f"params/{key}"), leaves[0])
+        new = resized(rule, self.checkpoint.tensor(name), leaves[0])
         self.sums.append(self.runtime.checksum(new))
         for rank in {rank: None for _, rank in self.shards}:
             for leaf in leaves:
@@ -244,7 +244,8 @@ class _Restore:
             return None
         leaves = zip(tree_keys(like), optree.tree_leaves(like), strict=True)  # a function is one leaf
         given = {key for key, leaf in leaves if not getattr(leaf, "is_meta", False)}
-        empty = [] if callable(like) else [key for key in lacks if key not in given]
+        frozen = [name.removeprefix("params/") for name in lacks if name.startswith("params/")]
+        empty = [] if callable(like) else [key for key in frozen if key not in given]
         if empty:
             raise CheckpointError(
                 f"{self.checkpoint.path} was saved with only='trained', without these frozen parameters: "
@@ -292,7 +293,7 @@ class _Restore:
     def _wanted(self) -> list[LeafLayout]:
         """Return the leaves to read, with the keys that they have in the checkpoint. Raise if they do not match."""
         held = {f"{leaf.kind}/{leaf.key}": leaf for leaf in self.plan.leaves}
-        left_out = {f"params/{key}": info for key, info in self.checkpoint.left_out.items()}
+        left_out = self.checkpoint.left_out
         known: dict[str, LeafLayout | LeafInfo] = {**held, **left_out}
         found, problems, used = list[LeafLayout](), list[str](), set[str]()
         every = [(leaf, False) for leaf in self.saved.tensors] + [(leaf, True) for leaf in self.saved.rounded]
@@ -306,7 +307,7 @@ class _Restore:
             if old in held:
                 found.append(replace(leaf, key=held[old].key))
                 if held[old].shape != leaf.shape and callable(self.resize.rule(leaf)):
-                    self.made.setdefault(held[old].key, []).append(leaf)
+                    self.made.setdefault(old, []).append(leaf)
         if not self.options.partial:
             extra = [leaf for name, leaf in held.items() if name not in used and not leaf.key.startswith("~")]
             problems += [f"{leaf}: this step does not have it" for leaf in extra]

@@ -35,7 +35,7 @@ class SavedLeaves:
         numbers: indices of the held leaves that are not tensors, by kind and key.
         params: the tree of the user's parameters, of tensors without values.
         owners: key of the parameter to which a leaf belongs, by kind and key of the leaf.
-        frozen: keys of the parameters that the optimizer does not update.
+        frozen: shapes of the parameters that the optimizer does not update, by key.
     """
 
     tensors: tuple[LeafLayout, ...]
@@ -43,7 +43,7 @@ class SavedLeaves:
     numbers: dict[str, int]
     params: PyTree
     owners: dict[str, str]
-    frozen: frozenset[str]
+    frozen: dict[str, tuple[int, ...]]
 
 
 @dataclass
@@ -138,7 +138,7 @@ def saved_leaves(manager: StateManager, form: StateLayout, where: Callable[[int]
     ]
     trees = {"params/": params, "optimizer/": state, **{f"optimizer/~{name}/": each for name, each in added.items()}}
     owners = {f"{start}{key}": owner for start, each in trees.items() for key, owner in _owners(each, params)}
-    return SavedLeaves(tuple(tensors), tuple(rounded), numbers, params, owners, _frozen(manager, form))
+    return SavedLeaves(tuple(tensors), tuple(rounded), numbers, params, owners, _frozen(manager, form, params))
 
 
 def _owners(tree: PyTree, params: PyTree) -> Iterator[tuple[str, str]]:
@@ -159,14 +159,15 @@ def _owners(tree: PyTree, params: PyTree) -> Iterator[tuple[str, str]]:
     return zip(tree_keys(tree), optree.tree_leaves(optree.tree_map(owner, tree, is_leaf=is_like)), strict=True)
 
 
-def _frozen(manager: StateManager, form: StateLayout) -> frozenset[str]:
+def _frozen(manager: StateManager, form: StateLayout, params: PyTree) -> dict[str, tuple[int, ...]]:
     looks = form.looks[: form.params.num_leaves]
     trained = [isinstance(x, TensorSignature) and (x.dtype.is_floating_point or x.dtype.is_complex) for x in looks]
     fixed = [not moves or flag for moves, flag in zip(trained, form.places.frozen, strict=True)]
     tree = form.params.unflatten(fixed)
     if manager.stacks is not None:
         tree = manager.stacks.restack(tree, all)
-    return frozenset(key for key, flag in _named(tree) if flag)
+    rows = zip(_named(params), optree.tree_leaves(tree), strict=True)
+    return {key: tuple(leaf.shape) for (key, leaf), flag in rows if flag and isinstance(leaf, torch.Tensor)}
 
 
 def _named(tree: PyTree) -> list[tuple[str, Any]]:

@@ -374,7 +374,8 @@ class TrainStep(StateManager):
             resize: rules for parameters of another size in `like`, by pattern of their paths. "zeros" keeps the
                 elements that both have, and adds zeros; no rank holds more than its shards. A function of (old tensor,
                 new shape) returns the new tensor. It runs on every process, with the full leaf, and must return equal
-                values on all. The optimizer's state of the parameter keeps the elements that both have, and gets zeros.
+                values on all. Masters and averages of the parameter are resized like it. Its other state keeps the
+                elements that both have, and gets zeros.
 
         Raises:
             CheckpointError: if there is no checkpoint, or its leaves are not those of this step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -11,7 +11,7 @@ import torch
 import functional_parallel as fp
 from sharding_specs import Mesh, P
 
-__all__ = ["ALONE", "BATCH", "PARAMS", "PLANS", "loss", "same", "train_of"]
+__all__ = ["ALONE", "BATCH", "PARAMS", "PLANS", "averaged", "loss", "same", "train_of"]
 
 Params = dict[str, Any]
 
@@ -74,6 +74,24 @@ def trained(name: str) -> tuple[Any, Any]:
     """A training step, and its state after one step."""
     train = train_of(name, donate=False)
     return train, train(train.init(PARAMS), BATCH)[0]
+
+
+class Averaged(NamedTuple):
+    inner: Any
+    average: Any  # like params
+
+
+def averaged(optimizer: Any) -> Any:
+    """An optimizer whose state also has an average of the parameters, which begins as a copy of them."""
+
+    def init(params: Any) -> Averaged:
+        return Averaged(optimizer.init(params), optree.tree_map(torch.clone, params))
+
+    def update(gradients: Any, state: Averaged, params: Any, **own: Any) -> Any:
+        new, inner = optimizer.update(gradients, state.inner, params, **own)
+        return new, Averaged(inner, optree.tree_map(lambda a, p: (a + p) / 2, state.average, new))
+
+    return optimizer._replace(init=init, update=update, lr=None)
 
 
 def same(ours: Any, theirs: Any) -> bool:

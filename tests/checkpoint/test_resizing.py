@@ -18,7 +18,7 @@ from functional_parallel.errors import CheckpointError, InputMismatchError
 from sharding_specs import Mesh, P
 
 from ..processes import run_on_processes
-from .runs import same
+from .runs import averaged, same
 
 Shape = tuple[int, ...]
 _TENSOR = fp.tensor_parallel(
@@ -143,6 +143,15 @@ def test_a_vocabulary_that_has_grown_trains_on(tmp_path: Path) -> None:
     assert torch.equal(train.params(grown)["e"][7], train.params(grown)["e"][:6].mean(0))
     after, _ = train(grown, torch.arange(8))
     assert after.step == 2
+
+
+def test_state_that_copies_the_parameter_is_resized_by_its_function(tmp_path: Path) -> None:
+    optimizer = averaged(fp.optim.adamw(0.1))
+    train = fp.train_step(lambda p, x: (x @ p["w"]).square().mean(), optimizer, Mesh(data=2), fp.zero(1, "data"))
+    train.save(train(train.init({"w": torch.ones(3)}), torch.ones(2, 3))[0], tmp_path)
+    _, old = train.whole(train.restore(tmp_path))
+    _, state = train.whole(train.restore(tmp_path, like={"w": torch.ones(5)}, resize={"w": tiled}))
+    assert torch.equal(state.average["w"], tiled(old.average["w"], (5,))) and not state.inner.mean["w"][3:].any()
 
 
 def test_a_tree_of_one_tensor(tmp_path: Path) -> None:
