@@ -390,12 +390,13 @@ def DamagedCheckpointError() -> Any:
 
 @case
 def RemovedCheckpointError() -> Any:
-    train, folder = trained(donate=False), tempfile.mkdtemp()
-    state = train.init(W)
-    train.save(state, folder)
-    opened = fp.checkpoint.inspect(folder)
-    fp.checkpoint.Saver(folder, keep=1, asynchronous=False)(train, train(state, X)[0])
-    opened.verify()
+    with tempfile.TemporaryDirectory() as folder:
+        train = trained(donate=False)
+        state = train.init(W)
+        train.save(state, folder)
+        opened = fp.checkpoint.inspect(folder)
+        fp.checkpoint.Saver(folder, keep=1, asynchronous=False)(train, train(state, X)[0])
+        return opened.verify()
 
 
 @case
