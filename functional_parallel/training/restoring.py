@@ -245,7 +245,7 @@ class _Restore:
         leaves = zip(tree_keys(like), optree.tree_leaves(like), strict=True)  # a function is one leaf
         given = {key for key, leaf in leaves if not getattr(leaf, "is_meta", False)}
         frozen = [name.removeprefix("params/") for name in lacks if name.startswith("params/")]
-        empty = [] if callable(like) else [key for key in frozen if key not in given]
+        empty = [key for key in frozen if not callable(like) and self.options.rename.get(key, key) not in given]
         if empty:
             raise CheckpointError(
                 f"{self.checkpoint.path} was saved with only='trained', without these frozen parameters: "

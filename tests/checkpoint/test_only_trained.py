@@ -99,6 +99,23 @@ def test_leaves_that_are_missing_are_named(tmp_path: Path) -> None:
         fp.checkpoint.Saver(tmp_path, only="all")
 
 
+def test_a_frozen_leaf_may_be_renamed(tmp_path: Path) -> None:
+    def of(name: str) -> Any:
+        of_two = lambda p, x: (x @ p[name] @ p["w"]).square().mean()  # noqa: E731
+        optimizer = fp.optim.by_path({"w": fp.optim.adamw(0.1), "*": None})
+        return fp.train_step(of_two, optimizer, Mesh(data=2), fp.zero(3, "data"))
+
+    given = {"base": torch.ones(4, 4), "w": torch.ones(4)}
+    train = of("base")
+    train.save(train.init(given), tmp_path, only="trained")
+    like = {"core": torch.full((4, 4), 2.0), "w": torch.empty(4)}
+    other = of("core")
+    found = other.params(other.restore(tmp_path, like=like, rename={"base": "core"}))
+    assert torch.equal(found["core"], like["core"]) and torch.equal(found["w"], given["w"])
+    with pytest.raises(CheckpointError, match="without these frozen parameters: base"):
+        other.restore(tmp_path, like=like)
+
+
 def test_load_and_consolidate_have_what_was_saved(tmp_path: Path) -> None:
     train = step("zero 3, padded")
     with fp.checkpoint.Saver(tmp_path, only="trained") as saver:
