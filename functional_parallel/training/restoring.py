@@ -32,7 +32,7 @@ from ..errors import CheckpointError, DamagedCheckpointError, InputMismatchError
 from ..functions import PyTree
 from ..ir import Aval, TensorSignature, hollow, without_memory
 from ..pipelines import PipelineProgram, pipeline_of
-from ..runtime import Runtime, Where
+from ..runtime import Runtime, Where, device_of
 from ..tracing import disable_ambient_modes
 from .checkpoints import owners_along, peers_of, reduction_of
 from .resizing import Resize, Rule, resized
@@ -157,9 +157,12 @@ class _Restore:
     ) -> None:
         self.manager, self.runtime, self.checkpoint, self.options = manager, runtime, checkpoint, options
         self.plan: SavePlan = checkpoint.plan
-        self.device = getattr(runtime, "device", torch.device("cpu"))
         self.first = self._first_state()
-        self.form, self.leaves = self._layout()
+        given = self._like() if self.first is None else None  # it may be a function, which is called once
+        held = optree.tree_leaves(given) if self.first is None else self.first.handles
+        device = runtime.device or device_of(held) or torch.get_default_device()
+        self.device = torch.device("cpu") if device.type == "meta" else device
+        self.form, self.leaves = self._layout(given)
         self.where = self._where(self._program())
         self.saved: SavedLeaves = saved_leaves(manager, self.form, self.where.__getitem__)
         self.resize = Resize(options.resize, self.saved, manager.optimizer)
@@ -203,9 +206,9 @@ class _Restore:
 
     # --- the layout ---
 
-    def _layout(self) -> tuple[StateLayout, list[Any]]:
+    def _layout(self, given: PyTree) -> tuple[StateLayout, list[Any]]:
         """Return the layout of the state and its leaves, tensors without values."""
-        if self.first is not None:  # `like` may be a function, which is called once
+        if self.first is not None:
             held = zip(self.first.form.looks, self.first.handles, strict=True)
             return self.first.form, [
                 torch.empty(look.shape, dtype=look.dtype, device="meta")
@@ -213,7 +216,7 @@ class _Restore:
                 else handle.value
                 for look, handle in held
             ]
-        like = optree.tree_map(without_memory, self._like())
+        like = optree.tree_map(without_memory, given)
         register_dataclasses(like)
         return self.manager.place(*self.manager.begun(like))
 
