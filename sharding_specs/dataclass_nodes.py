@@ -1,10 +1,11 @@
-"""Dataclasses as pytrees. A class is registered with optree at the first tree that contains an instance of it."""
+"""Dataclasses and `UserDict`s as pytrees. optree learns of a class at the first tree that has an instance of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 import threading
+from collections import UserDict
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, TypeGuard, TypeVar
@@ -31,7 +32,9 @@ def register_dataclasses(*trees: Any) -> None:
     """Register the dataclasses in some trees with optree, in its global namespace, if they hold tensors or specs.
 
     Their children are the fields, by name, in the order of declaration. A field that is not a tensor is also a leaf,
-    like a number in a dict. The registration of a class that is already registered is not changed.
+    like a number in a dict. The registration of a class that is already registered is not changed. A `UserDict`, such
+    as a tokenizer's `BatchEncoding`, is registered too. Its children are its values, sorted by key, and a new instance
+    is made from a dict.
 
     >>> import torch
     >>> from dataclasses import dataclass
@@ -48,8 +51,9 @@ def register_dataclasses(*trees: Any) -> None:
         trees: any pytrees.
     """
     for leaf in optree.tree_leaves(trees):
-        if _is_instance(leaf) and _holds(leaf):
-            _register(type(leaf))
+        is_mapping = isinstance(leaf, UserDict)
+        if is_mapping or (_is_instance(leaf) and _holds(leaf)):
+            _register(type(leaf), is_mapping)
             register_dataclasses(leaf)  # its fields may contain more
 
 
@@ -83,17 +87,25 @@ def _holds(leaf: DataclassNode) -> bool:
     return any(isinstance(each, _HELD) or (_is_instance(each) and _holds(each)) for each in inner)
 
 
-def _register(kind: type) -> None:
+def _register(kind: type, is_mapping: bool) -> None:
+    def from_items(keys: tuple[Any, ...], children: Iterable[Tree]) -> Any:
+        return kind(dict(zip(keys, children, strict=True)))
+
     with _lock:
         if kind not in _registered:  # another thread may have registered it
             _registered.add(kind)
             optree.register_pytree_node(
                 kind,
-                _flatten,
-                lambda names, children: _made(kind, names, children),
-                path_entry_type=optree.GetAttrEntry,
+                _flatten_mapping if is_mapping else _flatten,
+                from_items if is_mapping else lambda names, children: _made(kind, names, children),
+                path_entry_type=optree.MappingEntry if is_mapping else optree.GetAttrEntry,
                 namespace=optree.registry.__GLOBAL_NAMESPACE,
             )
+
+
+def _flatten_mapping(instance: UserDict[Any, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    keys = tuple(sorted(instance, key=str))
+    return tuple(instance[key] for key in keys), keys, keys
 
 
 def _flatten(instance: DataclassNode) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:

@@ -125,9 +125,29 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 # --- Rules for models: Megatron's column and row splits for Hugging Face's parameter names, all of them optional ---
 
+_WRAPPERS = ("base_layer", "original_module", "modules_to_save/*")  # of peft, around a layer
+_TABLES = ("wte", "embed_tokens", "word_embeddings")
 
-def _ready(rules: Mapping[str, P]) -> dict[str, P]:
-    return {optional(pattern): spec for pattern, spec in {**rules, "*": P()}.items()}
+
+def _ready(rules: Mapping[str, P], *, transposed: bool = False) -> dict[str, P]:
+    """Return the rules with those for the names that peft gives to the same parameters, and to LoRA's matrices.
+
+    The product of LoRA's matrices, `B @ A`, has the shape of a linear weight. B has the weight's split of output dims,
+    and A that of input dims, so neither is gathered. Weights are `transposed` if dim 0 is the input, as in GPT-2.
+    """
+    found = dict[str, P]()
+    for pattern, spec in rules.items():
+        layer, _, kind = pattern.rpartition("/")
+        found[pattern] = spec
+        if kind in ("weight", "bias") and layer:
+            found |= {f"{layer}/{wrapper}/{kind}": spec for wrapper in _WRAPPERS}
+        first, second = (*spec.dims, None, None)[:2]
+        if kind == "weight" and layer.endswith(_TABLES):
+            found |= {f"{layer}/lora_embedding_A/*": P(None, first), f"{layer}/lora_embedding_B/*": P(second)}
+        elif kind == "weight" and layer:
+            out, taken = (second, first) if transposed and layer != "*/lm_head" else (first, second)
+            found |= {f"{layer}/lora_A/*/weight": P(None, taken), f"{layer}/lora_B/*/weight": P(out)}
+    return {optional(pattern): spec for pattern, spec in {**found, "*": P()}.items()}
 
 
 def gpt2(axis: str = "tensor") -> dict[str, P]:
@@ -138,7 +158,7 @@ def gpt2(axis: str = "tensor") -> dict[str, P]:
     """
     rules = {
         "*/wte/weight": P(axis),
-        "lm_head/weight": P(axis),
+        "*/lm_head/weight": P(axis),
         "*/c_attn/weight": P.parse(f"embed (3 heads/{axis} dim)"),
         "*/c_attn/bias": P.parse(f"(3 heads/{axis} dim)"),
         "*/attn/c_proj/weight": P(axis),
@@ -146,7 +166,7 @@ def gpt2(axis: str = "tensor") -> dict[str, P]:
         "*/c_fc/bias": P(axis),
         "*/mlp/c_proj/weight": P(axis),
     }
-    return _ready(rules)
+    return _ready(rules, transposed=True)
 
 
 def llama(axis: str = "tensor") -> dict[str, P]:
@@ -158,7 +178,7 @@ def llama(axis: str = "tensor") -> dict[str, P]:
     first = ("q", "k", "v", "gate", "up")
     columns = {f"*/{name}_proj/{kind}": P(axis) for name in first for kind in ("weight", "bias")}
     rows = {f"*/{name}_proj/weight": P(None, axis) for name in ("o", "down")}
-    return _ready({**columns, **rows, "*/embed_tokens/weight": P(axis), "lm_head/weight": P(axis)})
+    return _ready({**columns, **rows, "*/embed_tokens/weight": P(axis), "*/lm_head/weight": P(axis)})
 
 
 def bert(axis: str = "tensor") -> dict[str, P]:

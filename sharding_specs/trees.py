@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import optree
@@ -83,7 +84,7 @@ def _differences(specs: SpecTree, tree: Tree, path: tuple[Any, ...]) -> list[str
         return []
     ours, theirs = _children(specs), _children(tree)
     alone: list[str] = []
-    if isinstance(specs, dict) and isinstance(tree, dict):
+    if isinstance(specs, Mapping) and isinstance(tree, Mapping):
         alone += [f"{path_text((*path, key))}: there is no spec for it" for key in theirs if key not in ours]
         alone += [f"{path_text((*path, key))}: a spec for what is not there" for key in ours if key not in theirs]
     elif type(specs) is not type(tree) or len(ours) != len(theirs):

@@ -35,6 +35,8 @@ grouped_mm = torch._grouped_mm  # called by F.grouped_mm, and by models before F
 
 def functional_variant(op: Op) -> Op | None:
     """Return the out-of-place variant of an in-place op or of an op with `out=`, or None."""
+    if op.namespace != "aten":  # another library's op of the same name may do anything
+        return None
     # The overload is chosen by the arguments, because its name may differ (`aten.transpose_` → `aten.transpose.int`).
     name = op._schema.name.split("::")[1]
     has_out = [argument.name for argument in op._schema.arguments if argument.is_out] == ["out"]

@@ -5,7 +5,7 @@ from .derivatives import grad, grad_and_value, hessian, jvp, unused, vmap
 from .foreign import require_function, require_mesh, written_here
 from .forward_first import filled
 from .functional import functional
-from .keywords import bind_positional, explain_keywords
+from .keywords import bind_positional, explain_keywords, with_keywords
 from .local_function import (
     STACK_DIM,
     Layout,

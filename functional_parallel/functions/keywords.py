@@ -1,16 +1,20 @@
 """Keyword arguments: bind known ones to positions, and explain unknown ones.
 
-Layouts identify an argument by its position only. Many unknown keywords are names from other libraries. The message
-shows the equivalent in this library.
+Layouts identify an argument by its position only. Arguments that a function takes by keyword only are one more
+argument at the end, a `Keywords`. Many unknown keywords are names from other libraries. The message shows the
+equivalent in this library.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
+
+from sharding_specs import register_dataclasses
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,6 +114,23 @@ def _doubled(function: str, name: str, kind: str, shown: str) -> str:
 
 # --- Binding to positions ---
 
+
+class Keywords(UserDict[str, Any]):
+    """Arguments that a function takes by keyword only, as its last positional argument: a pytree, sorted by name."""
+
+
+register_dataclasses(Keywords())
+
+
+def with_keywords(f: Callable[..., R]) -> Callable[..., R]:
+    """Return a user's function such that it takes `Keywords` as its last positional argument."""
+
+    def call(*args: Any) -> R:
+        return f(*args[:-1], **args[-1]) if args and isinstance(args[-1], Keywords) else f(*args)
+
+    return call
+
+
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -133,6 +154,8 @@ def bind_positional(
 
     >>> bind_positional(call_signature(lambda params, x, mask=None, scale=1.0: None), "loss", (0, 1), {"scale": 2.0})
     (0, 1, None, 2.0)
+    >>> bind_positional(call_signature(lambda params, *, scale: None), "loss", (0,), {"scale": 2.0})
+    (0, {'scale': 2.0})
     """
     if not named:
         return args
@@ -143,13 +166,11 @@ def bind_positional(
     except TypeError as error:
         raise TypeError(f"{name}{signature}: {error}") from None
     places = [parameter for parameter in signature.parameters.values() if parameter.kind in _PLACED]
-    if unplaced := named.keys() - {parameter.name for parameter in places}:
-        raise TypeError(
-            f"{name}{signature} has no place for {_listed(sorted(unplaced))}, and specs go by place: let it take "
-            "them by place, or bind what is the same in every call by functools.partial"
-        )
-    last = max(index for index, parameter in enumerate(places) if parameter.name in given)
-    return tuple(given.get(parameter.name, parameter.default) for parameter in places[: last + 1])
+    last = max((index for index, parameter in enumerate(places) if parameter.name in given), default=-1)
+    placed = [given.get(parameter.name, parameter.default) for parameter in places[: last + 1]]
+    placed += next((given.get(p.name, ()) for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), ())
+    keywords = Keywords({key: value for key, value in named.items() if key not in {each.name for each in places}})
+    return (*placed, keywords) if keywords else tuple(placed)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ and be wrong there. `LocalFunction` has slots and no `__dict__`, so torch.func f
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from inspect import Signature
@@ -27,7 +28,7 @@ from sharding_specs import (
 from ..checker import check_arguments
 from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
 from ..ir import with_short_tracebacks
-from .keywords import bind_positional, call_signature
+from .keywords import bind_positional, call_signature, with_keywords
 from .request import PyTree, Request, SpecTree
 
 R = TypeVar("R")
@@ -143,6 +144,7 @@ def specs_per_leaf(
     """
     full = []
     for number, (spec, arg) in enumerate(zip(specs, args, strict=True), first):
+        spec = type(arg)(spec) if type(spec) is dict and isinstance(arg, UserDict) else spec
         full.append(broadcast_specs(spec, arg, name=f"{of}, argument {number}", what="what is given for it"))
         require_dims(arg, full[-1], f"argument {number} ({of})")
     return tuple(full)
@@ -158,8 +160,10 @@ def layout_of(f: Callable[..., PyTree]) -> Layout:
 def as_local_function(f: Callable[..., PyTree]) -> LocalFunction:
     """Turn a plain function into a local one: every rank computes all of it."""
 
+    run = with_keywords(f)
+
     def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
-        result = f(*args)
+        result = run(*args)
         register_dataclasses(result)
         return result, optree.tree_map(lambda _: P(), result)
 

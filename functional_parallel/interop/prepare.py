@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ from sharding_specs import Mesh
 
 from ..errors import SideEffectError
 from ..functions import functional, require_no_gradient_hooks
-from ..optim import Optimizer
+from ..optim import Optimizer, Schedule
+from ..optim import ema as averaged
 from ..runtime import world_size
 from ..training import Metrics, TrainStep, train_step
 from ..transforms import data_parallel
@@ -34,6 +36,7 @@ def prepare(
     mesh: Mesh | None = None,
     plan: Plan | None = None,
     scheduler_every: int = 1,
+    ema: Schedule | None = None,
     **options: Any,
 ) -> PreparedStep:
     """Turn the parts of a training loop into one step that replaces forward, backward, clipping and updates.
@@ -67,6 +70,7 @@ def prepare(
             in it accumulates gradients.
         scheduler_every: number of updates per step of the scheduler: the length of an epoch, if the script steps it
             once per epoch.
+        ema: decay of an average of the parameters, as for `fp.optim.ema`, for `step.module(ema=True)`.
         options: options of `train_step`, such as `clip`, `seed` and `batch`.
 
     Returns:
@@ -90,6 +94,7 @@ def prepare(
         own = optimizer
     else:
         own = translated(optimizer, module, rates_of(scheduler, optimizer, scheduler_every))
+    own = own if ema is None else averaged(own, ema)
     train = train_step(_of_params(loss, fn, "loss"), own, mesh, plan, **options)
     return PreparedStep(module, fn, train, params, plan, Habits(module, params, optimizer, scheduler))
 
@@ -119,15 +124,18 @@ class PreparedStep:
         self.state, self.metrics = self.train(self.state, *batch, **named)
         return self.metrics.loss
 
-    def module(self) -> nn.Module:
-        """Write the current parameters into the module, on every process, and return it."""
-        self._follow(overwrites=True)
-        current = self.train.params(self.state)
+    def module(self, *, ema: bool = False) -> nn.Module:
+        """Write the current parameters into the module, on every process, and return it.
+
+        Args:
+            ema: whether to return a copy of the module with the average of the parameters instead.
+        """
+        self._follow(overwrites=not ema)
+        current = self.train.params(self.state, ema=ema)
+        if ema:
+            return _filled(deepcopy(self._module), current)
         self._writes.release()
-        with torch.no_grad():
-            for name, parameter in self._module.named_parameters():
-                if name in current:
-                    parameter.copy_(current[name])
+        _filled(self._module, current)
         self._writes.arm()
         self._in_module, self._has_refused = self.state, False
         return self._module
@@ -157,7 +165,7 @@ class PreparedStep:
         self.state = self._in_module = self.train.load({**params, **written}, state, self.state.step)
         self._writes.arm()
 
-    def eval(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    def eval(self, f: Callable[..., Any], *, batch: str | None = None, ema: bool = False) -> Callable[..., Any]:
         """Compile a function of the model that is evaluated on the sharded state. It is called with batches.
 
         >>> import torch, functional_parallel as fp
@@ -171,12 +179,14 @@ class PreparedStep:
         Args:
             f: `f(model, *batch)`. The module is in the mode `eval` during the call. Under a plan, the batch is sharded
                 as in training.
+            batch: "global" or "own", as for `train.compile`; by default like the step.
+            ema: whether the model has the average of the parameters.
 
         Returns:
             `evaluate(*batch)`, of the current parameters, with full tensors as results.
         """
         of_params = _of_params(f, self._fn, "f")
-        compiled = self.train.compile(of_params if self._plan is None else self._plan(of_params))
+        compiled = self.train.compile(of_params if self._plan is None else self._plan(of_params), batch=batch, ema=ema)
 
         def evaluate(*batch: Any, **named: Any) -> Any:
             self._follow()
@@ -194,10 +204,19 @@ class PreparedStep:
         return f"prepare({type(self._module).__name__}, {self.train!r})"
 
 
+def _filled(module: nn.Module, current: dict[str, torch.Tensor]) -> nn.Module:
+    """Write parameters into a module, and return it."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name in current:
+                parameter.copy_(current[name])
+    return module
+
+
 def _of_params(f: Callable[..., Any], fn: Model, name: str) -> Callable[..., Any]:
     """Return `f(model, *batch)` as a function of the parameters and the batch."""
 
-    def of_params(params: dict[str, torch.Tensor], *batch: Any, **named: Any) -> Any:
+    def of_params(params: dict[str, torch.Tensor], /, *batch: Any, **named: Any) -> Any:
         return f(partial(fn, params), *batch, **named)
 
     of_params.__name__ = getattr(f, "__name__", name)

@@ -76,7 +76,10 @@ def _of_group(kind: type[torch.optim.Optimizer], number: int, group: Mapping[str
             f"prepare: group {number} of {kind.__name__} has {', '.join(wrong)}, which fp.optim.{make.__name__} does "
             f"not do; it takes {', '.join(options)}"
         )
-    return make(rate, **{key: group[key] for key in options})
+    chosen = {key: group[key] for key in options}
+    if (cycled := getattr(rate, "momentum", None)) is not None:
+        chosen |= {"betas": (cycled, group["betas"][1])} if "betas" in chosen else {"momentum": cycled}
+    return make(rate, **chosen)
 
 
 def require_fresh(optimizer: torch.optim.Optimizer) -> None:
@@ -161,16 +164,20 @@ class _OwnRate:
 class _Rate:
     def __init__(self, course: _Course, group: int) -> None:
         self.course, self.group = course, group
+        self.momentum = self._momentum if course.cycles else None  # of SGD, or the first beta of Adam
 
     def __call__(self, updates: Any) -> float:
         return self.course.rates(int(updates))[self.group]
+
+    def _momentum(self, updates: Any) -> float:
+        return self.course.momenta(int(updates))[self.group]
 
     def __repr__(self) -> str:
         return f"{type(self.course.scheduler).__name__}, group {self.group}"
 
 
 class _Course:
-    """The rates of all groups, computed as far as asked for."""
+    """The rates and momenta of all groups, computed as far as asked for."""
 
     def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer, every: int) -> None:
         groups = [{**group, "params": [torch.zeros(1, device="cpu")]} for group in optimizer.param_groups]
@@ -178,25 +185,42 @@ class _Course:
         for own, group in zip(self.optimizer.param_groups, optimizer.param_groups, strict=True):
             own.update({key: copy.copy(value) for key, value in group.items() if key != "params"})
         self.scheduler = copy.deepcopy(scheduler, {id(optimizer): self.optimizer})
-        self.every, self._found = every, [self._now()]
+        self.every, self.cycles, self._found = every, _cycles(scheduler), [self._now()]
         self._others = self._options()
 
     def rates(self, updates: int) -> list[float]:
-        step = updates // self.every
+        return [rate for rate, _ in self._at(updates // self.every)]
+
+    def momenta(self, updates: int) -> list[float]:
+        return [momentum for _, momentum in self._at(updates // self.every)]
+
+    def _at(self, step: int) -> list[tuple[float, float]]:
         while len(self._found) <= step:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that no optimizer step preceded it
                 self.scheduler.step()
             if self._options() != self._others:
                 raise ValueError(
-                    f"prepare: {type(self.scheduler).__name__} changes more than the learning rate (momentum or betas, "
-                    "as with cycle_momentum=True); here these are constant. Give it cycle_momentum=False"
+                    f"prepare: {type(self.scheduler).__name__} changes more than the learning rate; here other options "
+                    "are constant, and momentum or the first beta too unless the scheduler has cycle_momentum=True"
                 )
             self._found.append(self._now())
         return self._found[step]
 
-    def _now(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+    def _now(self) -> list[tuple[float, float]]:
+        return [(float(group["lr"]), _first_moment(group)) for group in self.optimizer.param_groups]
 
     def _options(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in self.optimizer.param_groups]
+        options = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in self.optimizer.param_groups]
+        for group in options if self.cycles else ():
+            group.update({"momentum": None, "betas": group.get("betas", ())[1:]})
+        return options
+
+
+def _cycles(scheduler: Any) -> bool:
+    """Whether a scheduler, or one of those that it is made of, changes momentum or the first beta."""
+    return getattr(scheduler, "cycle_momentum", False) or any(map(_cycles, getattr(scheduler, "_schedulers", ())))
+
+
+def _first_moment(group: Mapping[str, Any]) -> float:
+    return float(group.get("momentum", group.get("betas", (0.0,))[0]))

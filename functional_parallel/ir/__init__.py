@@ -24,6 +24,7 @@ from .graph import (
     where,
 )
 from .info import NodeInfo, forget_info, info, set_info, update_info
+from .out_of_place import declares_writes, out_of_place, write_by_copies
 from .recorded import before_launches, is_recording, recording
 from .signature import LeafSignature, TensorSignature, leaf_signature
 from .simplify import forget_values, simplify
@@ -37,7 +38,7 @@ from .source import (
     recompute_region,
     warn_at,
 )
-from .stand_ins import define_op, differentiable_form, register_differentiable
+from .stand_ins import define_op, differentiable_form, origin_of, register_differentiable
 from .text import canonical_lines, first_difference, program_text
 from .tracebacks import with_short_tracebacks
 from .trained import as_complex, as_real, is_trained

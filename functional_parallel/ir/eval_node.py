@@ -21,14 +21,16 @@ from ..errors import CustomFunctionError
 from .graph import Args, Kwargs
 from .info import info
 from .source import current_source
-from .stand_ins import differentiable_form
+from .stand_ins import differentiable_form, origin_of
 
 
 def eval_node(target: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argument:
     """Run one op of a graph on actual values."""
     function = differentiable_form(target)
     if function is not None:
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        is_one = isinstance(result, torch.Tensor) and origin_of(target) is not target  # the form returns a list
+        return [result] if is_one else result
     primitive = primitive_of(target)
     if primitive == "axis_index":
         return target(*args)

@@ -14,6 +14,7 @@ from torch.fx.node import Target
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _functions: dict[Target, Callable[..., Any]] = {}
+_origins: dict[Target, Target] = {}
 
 
 def define_op(
@@ -36,4 +37,14 @@ def register_differentiable(op: Target, function: Callable[..., Any]) -> None:
 
 def differentiable_form(op: Target) -> Callable[..., Any] | None:
     """Return the differentiable form of an op, or None if it has none registered."""
-    return _functions.get(op)
+    return _functions.get(origin_of(op)) or _functions.get(op)
+
+
+def declare_origin(op: Target, origin: Target, function: Callable[..., Any]) -> None:
+    """Declare that `op` replaces `origin` in a trace, with this differentiable form unless `origin` has one."""
+    _origins[op], _functions[op] = origin, function
+
+
+def origin_of(op: Target) -> Target:
+    """Return the op that this op replaces in a trace, under which a user registers rules; else `op`."""
+    return _origins.get(op, op)

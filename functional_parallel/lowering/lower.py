@@ -16,7 +16,7 @@ from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 from ..checker import Typing, is_zero, record_input_specs, since, type_of, type_of_spec, warn_of_equal_copies
 from ..collectives import DimSplit, State, Type, bind
 from ..errors import BackendError, LayoutError, OutSpecError
-from ..functions import Layout, LocalFunction, PyTree, SpecTree, filled, layout_of, specs_per_leaf
+from ..functions import Layout, LocalFunction, PyTree, SpecTree, filled, layout_of, specs_per_leaf, with_keywords
 from ..ir import Traced, forget_rewrites, forget_values, hollow, info, refuse_abstract, simplify, update_info
 from ..ops import refuse_idle
 from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
@@ -192,7 +192,7 @@ class _Flat:
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         record_input_specs(self.in_specs)
-        run = self._f.run if isinstance(self._f, LocalFunction) else self._f
+        run = self._f.run if isinstance(self._f, LocalFunction) else with_keywords(self._f)
         result = run(*filled(self._leaves, self._chosen, values, self._tree))
         check_static_leaves(result, f"{self._name}, results")
         specs = self._f.results if isinstance(self._f, LocalFunction) else self._out_specs

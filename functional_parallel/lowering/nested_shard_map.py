@@ -20,7 +20,7 @@ from .. import _torch
 from ..checker import Typing, check_arguments, run_typed, type_of, type_of_spec
 from ..collectives import axis_dim_split, current_axes, hide, snapshot
 from ..errors import LayoutError, OutSpecError
-from ..functions import PyTree, SpecTree, filled
+from ..functions import PyTree, SpecTree, filled, with_keywords
 from ..ir import Traced, aval_of, current_source
 from ..partition import axis_layout_of
 from ..rules import REPLICATED, convert
@@ -48,7 +48,7 @@ def call_shard_map(
     found: dict[str, Any] = {}
 
     def body(*values: torch.Tensor) -> list[Any]:
-        found["result"] = f(*filled(leaves, chosen, values, tree))
+        found["result"] = with_keywords(f)(*filled(leaves, chosen, values, tree))
         result: list[Any] = optree.tree_leaves(found["result"])
         return result
 

@@ -1,7 +1,7 @@
 """Library ops other than collectives. Each file has schema, kernel, derivative and sharding rule of an op or family."""
 
 from . import attention, ctc, grouped, keyed_draws  # their imports register their ops
-from .adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_of_one
+from .adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_formula, adamw_of_one
 from .attention_kernels import attention_notes
 from .constrain import OP as CONSTRAIN
 from .constrain import constrain, refuse_idle

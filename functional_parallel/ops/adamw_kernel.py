@@ -33,7 +33,7 @@ def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Op
     """Update one parameter and its moments by the op, or by its formula if the update is differentiated."""
     _require_alike(p, g, m, v)
     if _torch.has_functorch_level((p, g, m, v)):
-        return _formula(p, g, m, v, *options)
+        return adamw_formula(p, g, m, v, *options)
     found: Triple = ADAMW(p, g, m, v, *options)
     return found
 
@@ -62,7 +62,7 @@ def _adamw_(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Option
     else:
         rows = zip(*_by_kind(held), g, strict=True)
         for p, m, v, gradient in rows:
-            for x, new in zip((p, m, v), _formula(p, gradient, m, v, *options), strict=True):
+            for x, new in zip((p, m, v), adamw_formula(p, gradient, m, v, *options), strict=True):
                 x.copy_(new)
     return list(held)
 
@@ -110,7 +110,8 @@ def _put_back(x: Tensor, pieces: Sequence[Tensor]) -> None:
         x.view(-1)[count - left :] = pieces[-1][:left]
 
 
-def _formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]) -> Triple:
+def adamw_formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]) -> Triple:
+    """Update one parameter and its moments in torch's ops."""
     step, lr, beta1, beta2, eps, decay = options
     lr, step = lr.to(p.dtype), step.to(p.dtype)
     m = m + (1 - beta1) * (g - m)
@@ -123,7 +124,7 @@ def _formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Option
 
 def _formulas(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Options]) -> list[Tensor]:
     rows = zip(*_by_kind(held), g, strict=True)
-    new = [_formula(p, gradient, m, v, *options) for p, m, v, gradient in rows]
+    new = [adamw_formula(p, gradient, m, v, *options) for p, m, v, gradient in rows]
     return [x for kind in zip(*new, strict=True) for x in kind]
 
 
@@ -140,7 +141,10 @@ def _fake_in_place(held: Sequence[Tensor], g: Sequence[Tensor], *_: Unpack[Optio
 
 
 ADAMW = define_op(
-    f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _adamw, _fake, _formula
+    f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _adamw,
+    _fake,
+    adamw_formula,
 )
 ADAMW_IN_PLACE = define_op(  # held: all p, all m, all v
     f"adamw_(Tensor(a!)[] held, Tensor[] g, {_OPTIONS}) -> Tensor(a!)[]", _adamw_, _fake_in_place, _formulas

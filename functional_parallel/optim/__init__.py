@@ -6,11 +6,21 @@ from .adagrad import AdagradState, adagrad
 from .adamw import AdamWState, adam, adamw, scale_by_adam
 from .by_path import ByPathState, PathSet, by_path
 from .chain import ChainState, Transformation, add_decayed_weights, chain, scale_by_learning_rate
+from .ema import ema
 from .host_rates import counted_on_host
 from .lamb import LambState, lamb
 from .lion import LionState, lion, scale_by_lion
 from .muon import MuonState, muon
-from .optimizer import Optimizer, Schedule, clip_value, is_known_elementwise, rates, scheduled_rates, skips_untrained
+from .optimizer import (
+    EMAState,
+    Optimizer,
+    Schedule,
+    clip_value,
+    is_known_elementwise,
+    rates,
+    scheduled_rates,
+    skips_untrained,
+)
 from .sgd import SGDState, sgd, trace
 from .state_trees import like_params, likes, tree_map_params
 
@@ -20,6 +30,7 @@ __all__ = [
     "AdamWState",
     "ByPathState",
     "ChainState",
+    "EMAState",
     "Factored",
     "LambState",
     "LionState",
@@ -37,6 +48,7 @@ __all__ = [
     "chain",
     "clip_value",
     "counted_on_host",
+    "ema",
     "lamb",
     "lion",
     "muon",

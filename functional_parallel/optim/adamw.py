@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ..functions import PyTree, explain_keywords
-from ..ops import adamw_of_one
+from ..ops import adamw_formula, adamw_of_one
 from .chain import Constants, Transformation, add_decayed_weights, chained, scale_by_learning_rate
-from .hyperparameters import Decay, require
-from .optimizer import Optimizer, Schedule, learning_rate, mark_elementwise
+from .hyperparameters import Decay, constants_of, require
+from .optimizer import Optimizer, Schedule, learning_rate, mark_elementwise, scheduled
+
+Betas = tuple[Schedule, Schedule]
 
 
 class AdamWState(NamedTuple):
@@ -30,7 +32,7 @@ class AdamWState(NamedTuple):
 def adam(
     lr: Schedule,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decay: Decay = None,
@@ -47,7 +49,7 @@ def adam(
 
     Args:
         lr: learning rate, or a function from the number of updates done to the learning rate.
-        betas: β₁ and β₂.
+        betas: β₁ and β₂, each a number or a function from the number of updates done.
         eps: ε, outside the root.
         weight_decay: λ. The decay is added to the gradient, so it is also divided by √v̂; `adamw` decouples the two.
         decay: parameters that decay: path pattern → bool or factor, or a function of path and leaf; by default all.
@@ -55,7 +57,7 @@ def adam(
     Raises:
         ValueError: for a number that is out of range.
     """
-    require("adam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    require("adam", lr=lr, betas=constants_of(betas), eps=eps, weight_decay=weight_decay)
     decayed, scaled = add_decayed_weights(weight_decay, decay), scale_by_adam(betas=betas, eps=eps)
     return chained("adam", AdamWState, decayed, scaled, scale_by_learning_rate(lr))
 
@@ -64,7 +66,7 @@ def adam(
 def adamw(
     lr: Schedule,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     decay: Decay = None,
@@ -81,7 +83,7 @@ def adamw(
 
     Args:
         lr: learning rate, or a function from the number of updates done to the learning rate.
-        betas: β₁ and β₂.
+        betas: β₁ and β₂, each a number or a function from the number of updates done.
         eps: ε, outside the root.
         weight_decay: λ, decoupled from the gradient.
         decay: parameters that decay: path pattern → bool or factor, or a function of path and leaf; by default all.
@@ -89,13 +91,13 @@ def adamw(
     Raises:
         ValueError: for a number that is out of range.
     """
-    require("adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    require("adamw", lr=lr, betas=constants_of(betas), eps=eps, weight_decay=weight_decay)
     adam, decayed = scale_by_adam(betas=betas, eps=eps), add_decayed_weights(weight_decay, decay)
     return chained("adamw", AdamWState, adam, decayed, scale_by_learning_rate(lr))
 
 
 @explain_keywords
-def scale_by_adam(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Transformation:
+def scale_by_adam(*, betas: Betas = (0.9, 0.999), eps: float = 1e-8) -> Transformation:
     """Replace the update by its mean, divided by the root of its mean square (Kingma & Ba, arXiv 1412.6980).
 
     m ← β₁ m + (1−β₁) u;  v ← β₂ v + (1−β₂) u²;  u ← m̂ / (√v̂ + ε), as in `optax.scale_by_adam`.
@@ -107,7 +109,7 @@ def scale_by_adam(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-
     {'w': tensor([0.9000])}
 
     Args:
-        betas: β₁ and β₂.
+        betas: β₁ and β₂, each a number or a function from the number of updates done.
         eps: ε, outside the root.
 
     Returns:
@@ -116,12 +118,15 @@ def scale_by_adam(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-
     Raises:
         ValueError: for a number that is out of range.
     """
-    require("scale_by_adam", betas=betas, eps=eps)
+    require("scale_by_adam", betas=constants_of(betas), eps=eps)
 
     def fused(lr: Schedule, constants: Constants | None) -> Transformation:
         def update(step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-            rate, count = learning_rate(lr, step), step + 1
-            return lambda g, p, m, v, decay=0.0: adamw_of_one(p, g, m, v, count, rate, *betas, eps, decay)
+            rate, count, own = learning_rate(lr, step), step + 1, [scheduled(beta, step) for beta in betas]
+            change: Callable[..., tuple[Tensor, ...]] = (
+                adamw_formula if any(map(callable, betas)) else adamw_of_one
+            )  # the kernel takes numbers
+            return lambda g, p, m, v, decay=0.0: change(p, g, m, v, count, rate, *own, eps, decay)
 
         return Transformation(update, 2, constants)
 

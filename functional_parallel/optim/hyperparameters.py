@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import optree
 import torch
@@ -39,6 +40,11 @@ def require(
     for name, value in not_negative.items():
         if not is_non_negative(value):
             raise ValueError(f"{optimizer}({name}={value!r}): give a number of at least 0")
+
+
+def constants_of(betas: Any) -> Any:
+    """Return betas with 0 in place of each schedule, to check the constant ones."""
+    return tuple(0.0 if callable(beta) else beta for beta in betas) if isinstance(betas, (tuple, list)) else betas
 
 
 def refuse(optimizer: str, is_wrong: Callable[[Tensor], bool], params: PyTree, reason: str) -> None:

@@ -59,6 +59,14 @@ class Optimizer(NamedTuple):
         return f"Optimizer({name.partition('.<locals>')[0]})"
 
 
+class EMAState(NamedTuple):
+    """State of `ema`."""
+
+    step: torch.Tensor  # () number of updates done
+    inner: PyTree  # of the optimizer
+    average: PyTree  # like params
+
+
 class Row(tuple[PyTree, ...]):
     """Constants of one parameter: a leaf of a tree, which a plain tuple is not."""
 
@@ -141,10 +149,16 @@ def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(rate, dtype=torch.float64, device=step.device)
 
 
+def scheduled(value: Schedule, step: torch.Tensor) -> Any:
+    """Return a hyperparameter of a step: a constant as it is, the value of a schedule as a float64 scalar."""
+    return learning_rate(value, step) if callable(value) else value
+
+
 def scheduled_rates(optimizer: Optimizer, state: PyTree) -> PyTree:
     """Return the rates of the next update that follow a schedule, in the tree of `optimizer.lr`. Others are None."""
 
     def of(lr: PyTree, state: PyTree) -> PyTree:
+        state = state.inner if isinstance(state, EMAState) else state
         if isinstance(lr, Mapping):
             return {pattern: of(each, state.groups[pattern]) for pattern, each in lr.items()}
         return learning_rate(lr, state.step) if callable(lr) else None

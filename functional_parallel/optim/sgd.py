@@ -12,7 +12,7 @@ from ..functions import PyTree, explain_keywords
 from ..quantities import is_number
 from .chain import Transformation, add_decayed_weights, chained, scale_by_learning_rate
 from .hyperparameters import Decay, require
-from .optimizer import Optimizer, Schedule, mark_elementwise
+from .optimizer import Optimizer, Schedule, mark_elementwise, scheduled
 
 
 class SGDState(NamedTuple):
@@ -26,7 +26,7 @@ class SGDState(NamedTuple):
 def sgd(
     lr: Schedule,
     *,
-    momentum: float = 0.0,
+    momentum: Schedule = 0.0,
     dampening: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
@@ -44,7 +44,7 @@ def sgd(
 
     Args:
         lr: learning rate, or a function from the number of updates done to the learning rate.
-        momentum: μ.
+        momentum: μ, or a function from the number of updates done to μ.
         dampening: τ, from the second update on.
         nesterov: whether to use Nesterov momentum.
         weight_decay: λ, added to the gradient.
@@ -54,13 +54,13 @@ def sgd(
         ValueError: for a value that is not a number, and for a negative rate, momentum or weight decay. Also for
             Nesterov momentum without `momentum` or with `dampening`.
     """
-    require("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
+    require("sgd", lr=lr, weight_decay=weight_decay)
     parts = add_decayed_weights(weight_decay, decay), _trace("sgd", momentum, dampening, nesterov)
     return chained("sgd", lambda step, v=None: SGDState(step, v), *parts, scale_by_learning_rate(lr))
 
 
 @explain_keywords
-def trace(momentum: float, *, dampening: float = 0.0, nesterov: bool = False) -> Transformation:
+def trace(momentum: Schedule, *, dampening: float = 0.0, nesterov: bool = False) -> Transformation:
     """Replace the update by momentum: a sum of past updates, each weaker than the next (Sutskever et al., ICML 2013).
 
     v ← μ v + (1−τ) u;  u ← v (or, Nesterov, u + μ v), as in `torch.optim.SGD` and `optax.trace`.
@@ -73,7 +73,7 @@ def trace(momentum: float, *, dampening: float = 0.0, nesterov: bool = False) ->
     {'w': tensor([0.5000])}
 
     Args:
-        momentum: μ. With 0 the update does not change.
+        momentum: μ, or a function from the number of updates done to μ. With 0 the update does not change.
         dampening: τ, from the second update on.
         nesterov: whether to use Nesterov momentum.
 
@@ -86,18 +86,21 @@ def trace(momentum: float, *, dampening: float = 0.0, nesterov: bool = False) ->
     return _trace("trace", momentum, dampening, nesterov)
 
 
-def _trace(name: str, momentum: float, dampening: float, nesterov: bool) -> Transformation:
-    require(name, momentum=momentum)
+def _trace(name: str, momentum: Schedule, dampening: float, nesterov: bool) -> Transformation:
+    constant = None if callable(momentum) else momentum
+    require(name, momentum=0.0 if constant is None else constant)
     if not is_number(dampening):
         raise ValueError(f"{name}(dampening={dampening!r}): give a number")
-    if nesterov and (momentum <= 0 or dampening):
+    if nesterov and ((constant is not None and constant <= 0) or dampening):
         raise ValueError(f"{name}(nesterov=True) needs momentum > 0 and dampening = 0")
 
     @mark_elementwise
     def update(step: Tensor) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+        factor = scheduled(momentum, step)
+
         def one(g: Tensor, p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            v = torch.where(step == 0, g, momentum * v + (1 - dampening) * g if dampening else momentum * v + g)
-            return (g + momentum * v if nesterov else v), v
+            v = torch.where(step == 0, g, factor * v + (1 - dampening) * g if dampening else factor * v + g)
+            return (g + factor * v if nesterov else v), v
 
         return one if momentum else lambda g, p: g
 

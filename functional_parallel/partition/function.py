@@ -29,6 +29,7 @@ from ..functions import (
     refuse_idle_states,
     refuse_unknown_axes,
     specs_per_leaf,
+    with_keywords,
 )
 from ..ir import Aval, Traced, hollow, info, leaf_signature
 from ..rules import REDUCED, REPLICATED, AxisLayout, Owned, Shard, TargetLayout, convert
@@ -269,7 +270,8 @@ class _Partition:
             filled = list(leaves)
             for index, value in zip(tensors, values, strict=True):
                 filled[index] = value
-            run = self.f.run if isinstance(self.f, LocalFunction) else self.f  # its layout is included in ours
+            # the layout of a local function is included in ours
+            run = self.f.run if isinstance(self.f, LocalFunction) else with_keywords(self.f)
             result = run(*optree.tree_unflatten(tree, filled))
             register_dataclasses(result)
             outputs, found["tree"] = optree.tree_flatten(result)

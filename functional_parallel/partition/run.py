@@ -31,6 +31,7 @@ from ..ir import (
     implied_source,
     info,
     is_trained,
+    origin_of,
     primitive_name,
     source_of,
     tensor_operands,
@@ -177,7 +178,7 @@ class _ShardInterpreter:
             return rule
         message = (
             f"no sharding rule for {step.where}: it is computed whole on every rank of axis {self.axis!r}. "
-            f"Give it one with fp.register_rule({step.node.target}, '… -> …')"
+            f"Give it one with fp.register_rule({origin_of(step.node.target)}, '… -> …')"
         )
         if _is_split(step):
             if self.strict:

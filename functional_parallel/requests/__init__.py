@@ -9,6 +9,6 @@ from .axes import DataAxis, Master, Microbatches, Replicas, ReplicaState, owners
 from .loss_scaling import LossScale, LossScaleState, ScaledState, ScaleLoss
 from .run_pass import PairPass, RunPass, Scope, requested_passes
 from .state_request import StateRequest, Update, converted_state, split_state, state_requests, with_leaves
-from .stored_type import Masters, StoredType
+from .stored_type import Masters, MasterState, StoredType
 from .table import REQUESTS, Order, require_order
 from .update_sharding import NormSharding, SummedApart, UpdateSharding, divided_specs, flat_update, update_specs

@@ -62,7 +62,8 @@ class ReplicaState(NamedTuple):
     optimizer: PyTree  # the states of their optimizers
     outer: PyTree  # the state of the outer optimizer; None without one
     loss: Any  # (replicas,) sum of the losses since the last exchange
-    steps: Any  # () int64, number of steps since the last exchange
+    steps: Any  # () int64, steps since the last exchange; with a loss scale (replicas,), those that made an update
+    masters: PyTree = None  # masters of the last exchange, like those of a step; None without
 
 
 @dataclass(frozen=True)

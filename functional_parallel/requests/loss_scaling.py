@@ -122,7 +122,7 @@ class LossScale:
 
     def check(self, state: LossScaleState) -> None:
         """Check that no step overflowed at the minimum. This waits for the device, so call it only now and then."""
-        if bool(state.exhausted):
+        if bool(state.exhausted.any()):  # replicas have one scale each
             raise LossScaleError(
                 f"gradients overflow at the lowest loss scale, {self.minimum:g}: the loss has diverged, or it needs a "
                 "wider type. Lower the learning rate, clip the gradients, or use bfloat16, which needs no loss scale"

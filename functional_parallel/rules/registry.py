@@ -12,7 +12,7 @@ from torch.fx.node import Target
 
 from .. import _torch
 from ..errors import RuleError
-from ..ir import register_differentiable, tensor_operands, where
+from ..ir import origin_of, register_differentiable, tensor_operands, where
 from .notation import RuleText, parse_rule
 from .texts import pointwise_text, results_of
 
@@ -112,7 +112,7 @@ def rule(ops: Iterable[Target], entry: Rule) -> None:
 
 def lookup(op: Target) -> Rule | None:
     """Return the rule of an op. Elementwise ops without a rule share one; for any other op it is None."""
-    entry = _rules.get(op)
+    entry = _rules.get(origin_of(op))
     if entry is None and isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags:
         return _POINTWISE
     return entry
@@ -123,7 +123,7 @@ def is_elementwise(op: Target) -> bool:
     # This holds if torch tags the op as pointwise, or its rule names no dim.
     if torch.Tag.pointwise in getattr(op, "tags", ()):
         return True
-    entry = _rules.get(op)
+    entry = _rules.get(origin_of(op))
     if entry is None or entry.local is not None:
         return False
     return entry.text is pointwise_text or (isinstance(entry.text, str) and not any(map(str.isalnum, entry.text)))

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, NotImplementedType
 from typing import Any, TypeAlias, TypeVar
 
+import optree
 import torch
 from torch.fx.node import Argument
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
-from ..ir import Args, Kwargs
+from ..ir import Args, Kwargs, declares_writes, write_by_copies
 from .enclosing import CapturedTensors
 from .memory_layout import Layouts
 
@@ -84,6 +85,8 @@ class Interception(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.enclosed.are_in(args, kwargs):
             return self.enclosed.refuse(func, args, kwargs)
+        if declares_writes(func) and _torch.has_functorch_level(optree.tree_leaves((args, kwargs))):
+            return write_by_copies(func, args, kwargs)  # torch would leave the derivative of what is written as it is
         if func in _always:
             result = self._replaced(_always[func], func, args, kwargs)
             if result is not NotImplemented:

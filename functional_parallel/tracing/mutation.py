@@ -1,5 +1,7 @@
 """In-place ops in a trace, which has only values. The functional variant is recorded, and the target gets its result.
 
+A custom op declares in its schema what it writes, as `Tensor(a!) x`. Its out-of-place form is made from that.
+
 Tensors that share the memory of the target get their new contents too (see `view_chains`). With gradients off, torch
 changes values and keeps the history of each tensor. The new values therefore have the gradient of the old ones (see
 `straight_through`).
@@ -7,14 +9,18 @@ changes values and keeps the history of each tensor. The new values therefore ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 
+import optree
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from .. import _torch
 from ..errors import MutationError
-from ..ir import Args, Kwargs, current_source, info
+from ..ir import Args, Kwargs, current_source, declares_writes, info, named_arguments, out_of_place
 from .straight_through import OP as STRAIGHT_THROUGH
 from .view_chains import View, are_apart
 from .writer import Writer
@@ -24,13 +30,15 @@ aten = torch.ops.aten
 _CHANGE_MEMORY = {aten.resize_, aten.resize_as_, aten.set_}
 
 
-def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Record an in-place op, and return its target. The target is the first argument or `out`."""
+def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
+    """Record an in-place op, and return its target: the first argument or `out`. A custom op returns what it makes."""
     if func.overloadpacket in _CHANGE_MEMORY:
         raise MutationError(
             f"{current_source()}: {func} changes the memory of a tensor, which a program does not have; use the other "
             "tensor itself, or make a new one"
         )
+    if declares_writes(func):
+        return _written_by_schema(recording, func, args, kwargs)
     twin = _torch.functional_variant(func)
     if twin is not None and "out" in kwargs:
         return _written_out(recording, func, twin, args, dict(kwargs))
@@ -40,14 +48,7 @@ def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> to
             f"{current_source()}: {func} changes a tensor in place and has no functional twin; use what it returns, "
             "without out= or the underscore"
         )
-    old = recording.value(target)
-    if old is None or recording.aliases.chain(old)[0] in recording.closed_over:
-        raise MutationError(
-            f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} that the function "
-            "closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
-            "fp.functional(module, buffers=True))"
-        )
-    recording.layouts.check_write(target, func)
+    old = _written_node(recording, func, target)
     if torch.Tag.inplace_view in func.tags:  # such as squeeze_: changes neither values nor other views
         with recording:
             new = recording.node_of(twin(*args, **kwargs))
@@ -63,7 +64,56 @@ def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> to
     return target
 
 
-def _written_out(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> torch.Tensor:
+def _written_node(recording: Writer, func: _torch.Op, target: torch.Tensor) -> fx.Node:
+    """Return the node of a tensor that is written, after a check that the function computes or takes it."""
+    old = recording.value(target)
+    if old is None or recording.aliases.chain(old)[0] in recording.closed_over:
+        raise MutationError(
+            f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} that the function "
+            "closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
+            "fp.functional(module, buffers=True))"
+        )
+    recording.layouts.check_write(target, func)
+    return old
+
+
+def _written_by_schema(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
+    """Record a custom op by its out-of-place form. Return what the op returns."""
+    form, given = out_of_place(func), named_arguments(func, args, kwargs)
+    targets = form.targets(given)
+    for target in targets:
+        _written_node(recording, func, target)
+    _require_apart(recording, func, targets, [x for x in optree.tree_leaves(given) if isinstance(x, torch.Tensor)])
+
+    def recorded(*args: Argument, **kwargs: Argument) -> list[torch.Tensor]:
+        with recording:
+            results: list[torch.Tensor] = form.op(*args, **kwargs)
+        return results
+
+    def write(target: torch.Tensor, value: torch.Tensor) -> None:
+        _write_through(recording, func, target, recording.node_of(target), recording.node_of(value))
+
+    return form.call(recorded, write, args, kwargs)
+
+
+def _require_apart(
+    recording: Writer, func: _torch.Op, targets: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
+) -> None:
+    """Refuse a call that is given memory that it writes more than once."""
+    chains = [recording.aliases.chain(recording.node_of(x)) for x in operands]
+    for (index, one), (number, other) in permutations(enumerate(operands), 2):
+        if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not any(one is each for each in targets):
+            continue
+        (root, views), (other_root, other_views) = chains[index], chains[number]
+        if root is not other_root or not are_apart(views, other_views):
+            raise MutationError(
+                f"{current_source()}: {func} writes a tensor of shape {tuple(one.shape)} and is given its memory a "
+                f"second time, as a tensor of shape {tuple(other.shape)}; what the op makes of that is not known: "
+                "give it a clone"
+            )
+
+
+def _written_out(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
     """Record an op with `out=` as the op without it, followed by a copy."""
     target = kwargs.pop("out")
     with recording:
@@ -73,7 +123,8 @@ def _written_out(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args
             f"{current_source()}: {func} would change the shape {tuple(target.shape)} of what is given as out= to "
             f"{tuple(result.shape)}; use what the op returns, without out="
         )
-    return mutate(recording, aten.copy_.default, (target, result), {})
+    mutate(recording, aten.copy_.default, (target, result), {})
+    return target
 
 
 def _new_value(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> fx.Node:

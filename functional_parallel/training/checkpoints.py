@@ -24,7 +24,7 @@ from ..checkpoint import (
     tree_to_json,
 )
 from ..errors import CheckpointError
-from ..requests import ScaleLoss, split_state
+from ..requests import ScaleLoss
 from ..runtime import Runtime, Where
 from .finite import settle
 from .saved import SavedLeaves, saved_leaves
@@ -124,7 +124,8 @@ def reduction_of(manager: StateManager, runtime: Runtime[Any, Any]) -> str:
 
 def _loss_scale(manager: StateManager, form: StateLayout, state: TrainState) -> float | None:
     _, indices = form.trees(list(range(len(state.handles))))
-    for each, held in zip(manager.requests, split_state(indices, manager.requests)[1], strict=True):
+    for each, held in zip(manager.requests, manager.split(indices)[1], strict=True):
         if isinstance(each, ScaleLoss):
-            return float(manager.runtime_for(state).whole(state.handles[held.scale], form.specs[held.scale]))
+            scale = manager.runtime_for(state).whole(state.handles[held.scale], form.specs[held.scale])
+            return float(scale.min())  # replicas have one each
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,18 +23,21 @@ from .batches import BatchInputs, tensors_of
 from .signatures import listed, structure_as_text
 from .state import StateLayout, StaticLeaf, TrainState
 from .states import StateManager
-from .update import as_trained, at_rest, into_compute
+from .update import as_trained, at_rest, gather_updated, into_compute
 
 
 class StateFunction:
     """Function compiled for the states of a step; see `TrainStep.compile`. `program` is the last one used."""
 
-    def __init__(self, train: StateManager, f: Callable[..., Any]) -> None:
-        self.train, self.f = train, f if isinstance(f, LocalFunction) else as_local_function(f)
+    def __init__(self, train: StateManager, f: Callable[..., Any], batch: str | None = None, ema: bool = False) -> None:
+        batch = train.options.batch if batch is None else batch
+        if batch not in ("global", "own"):
+            raise ValueError(f"train_step.compile(batch={batch!r}): it is 'global' or 'own', by default the step's")
+        self.train, self.f, self.ema = train, f if isinstance(f, LocalFunction) else as_local_function(f), ema
         self.f.layout.mesh(train.mesh)
         refuse_asynchronous(self.f, train.mesh)
         _require_alike_pipelines(self.f, train.f)
-        self.batches = BatchInputs(self.f, train.mesh, train.batches.own)
+        self.batches = BatchInputs(self.f, train.mesh, batch == "own")
         self.program: Program | PipelineProgram | None = None
         self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
 
@@ -44,14 +47,15 @@ class StateFunction:
         form, runtime = self.train.known_form(state), self.train.runtime_for(state)
         batch = self.batches.by_place(batch, named)
         self.batches.stay_in_step(runtime, f"calls {self.f.name} on the state of step {state.step}", batch)
-        handles = [each for each in state.handles[: form.params.num_leaves] if not isinstance(each, StaticLeaf)]
+        taken = optree.tree_leaves(self._taken(form, range(len(state.handles))))
+        handles = [state.handles[index] for index in taken if not isinstance(state.handles[index], StaticLeaf)]
         lowered = self._lower(form, state, moved_to(runtime.device, batch))
         lowered.require_layouts(tensors_of(batch), len(handles))
         extra, shown = self.batches.entered(runtime, lowered.program, self.f.name, batch)
-        taken, specs = storages(*handles), lowered.program.out_specs  # a later step writes into the state's memory
+        held, specs = storages(*handles), lowered.program.out_specs  # a later step writes into the state's memory
         with disable_ambient_modes():
             results = runtime.run(lowered.program, [*handles, *extra], shown, state.whose)
-        whole = [copy_if_aliased(runtime.whole(x, spec), taken) for x, spec in zip(results, specs, strict=True)]
+        whole = [copy_if_aliased(runtime.whole(x, spec), held) for x, spec in zip(results, specs, strict=True)]
         result, stacks = lowered.unflatten(whole), stacks_of(self.f.layout)
         return result if stacks is None else stacks.restack_all(result)
 
@@ -78,24 +82,33 @@ class StateFunction:
         self.program = lowered.program
         return lowered
 
+    def _taken(self, form: StateLayout, leaves: Sequence[Any]) -> PyTree:
+        """Return the tree that the program takes, from the leaves of a state: the parameters, or their averages."""
+        params, state = form.trees(list(leaves))
+        return self.train.average(self.train.split(state)[0]) if self.ema else params
+
     def _trace(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        params = self._own_layers(self.train.shapes(form, state)[0])
+        held = self.train.shapes(form, state)
+        params, places = self._own_layers(held[0]), form.places
         batch = self.batches.global_shapes(params, batch)
-        kept = form.params.unflatten(form.specs[: form.params.num_leaves])
+        kept, specs = form.params.unflatten(form.specs[: form.params.num_leaves]), self._taken(form, form.specs)
         compute = self._compute_specs(params, kept)
 
-        def call(params: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
-            reduced = optree.tree_map(into_compute, params, compute)
-            return self.f.run(optree.tree_map(as_trained, reduced, form.places.params), *batch), self.f.results
+        def call(taken: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
+            if self.ema:  # lies like the state of the update
+                taken = places.packing.unpack(optree.tree_map(gather_updated, taken, places.update, places.whole))
+            reduced = optree.tree_map(into_compute, taken, compute)
+            return self.f.run(optree.tree_map(as_trained, reduced, places.params), *batch), self.f.results
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return (kept, *self.f.layout.arguments(args)[1:])
+            return (specs, *self.f.layout.arguments((params, *args[1:]) if self.ema else args)[1:])
 
+        taken = self._taken(form, optree.tree_leaves(held))
         local = LocalFunction(call, replace(self.f.layout, arguments=arguments), self.f.name)
         given = self.train.options
         backend = "inductor" if given.backend.startswith("inductor") else "eager"  # a graph would copy the parameters
         options = Options(bucket=given.bucket, without=given.without, backend=backend)
-        return lower(local, self.train.mesh, (params, *batch), name=self.f.name, options=options)
+        return lower(local, self.train.mesh, (taken, *batch), name=self.f.name, options=options)
 
     def _own_layers(self, params: PyTree) -> PyTree:
         """Return the parameters, after a check that the function's plan has the same stacks of layers as the step's."""

@@ -13,17 +13,31 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P
+from sharding_specs import Mesh, P, broadcast_specs
 
 from .. import random
-from ..collectives import axis_index, axis_size, pmean, psum, pvary
+from ..collectives import axis_index, axis_size, pmean, pmin, psum, pvary
 from ..functions import Layout, LocalFunction, PyTree, SpecTree
 from ..ir import is_trained, scalar_beside
 from ..optim import like_params
 from ..pipelines import pipeline_of
-from ..requests import Replicas, ReplicaState, flat_update, owners_of, state_requests
+from ..requests import (
+    Masters,
+    Replicas,
+    ReplicaState,
+    ScaleLoss,
+    StateRequest,
+    StoredType,
+    flat_update,
+    owners_of,
+    split_state,
+    state_requests,
+    with_leaves,
+)
 from .local_step import Metrics
-from .update import StepLayout
+from .update import StepLayout, gather_updated, shard_for_update
+
+Requests = tuple[StateRequest, ...]
 
 
 def replicas_of(layout: Layout, has_aux: bool) -> Replicas | None:
@@ -31,7 +45,8 @@ def replicas_of(layout: Layout, has_aux: bool) -> Replicas | None:
     request = layout.last(Replicas)
     if request is None:
         return None
-    added = [str(each) for each in state_requests(layout)]
+    known = (StoredType, ScaleLoss)
+    added = [str(each) for each in state_requests(layout) if not isinstance(each, known)]
     added += ["fp.zero(layout='flat')"] * flat_update(layout) + ["fp.pipeline"] * (pipeline_of(layout) is not None)
     added += ["has_aux=True"] * has_aux
     if added:
@@ -42,17 +57,26 @@ def replicas_of(layout: Layout, has_aux: bool) -> Replicas | None:
     return request
 
 
-def first_replicas(request: Replicas, mesh: Mesh, params: PyTree, state: PyTree) -> ReplicaState:
-    """Return the first state of the replicas, from full parameters and a full optimizer state."""
+def masters_of(requests: Requests) -> Masters | None:
+    """Return the request for masters, if any."""
+    return next((each for each in requests if isinstance(each, Masters)), None)
+
+
+def first_replicas(request: Replicas, mesh: Mesh, params: PyTree, state: PyTree, requests: Requests) -> ReplicaState:
+    """Return the first state of the replicas, from full stored parameters and a full state of one replica."""
     count = mesh.axis_size(request.axis)
 
     def stacked(leaf: Any) -> Any:
         return leaf.unsqueeze(0).expand(count, *leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
 
-    outer = None if request.outer is None else request.outer.init(params)
+    kept = masters_of(requests)
+    masters = None if kept is None else split_state(state, requests)[1][requests.index(kept)]
+    trained = params if kept is None else kept.full(params, masters)
+    outer = None if request.outer is None else request.outer.init(trained)
     loss, steps = stacked(scalar_beside(params, dtype=torch.float64)), scalar_beside(params, 0, torch.int64)
     rows, optimizer = optree.tree_map(stacked, (params, state))
-    return ReplicaState(rows, optimizer, outer, loss, steps)
+    steps = stacked(steps) if any(each.may_skip for each in requests) else steps
+    return ReplicaState(rows, optimizer, outer, loss, steps, masters)
 
 
 def one_replica(state: PyTree) -> PyTree:
@@ -65,27 +89,35 @@ def replica_specs(
 ) -> ReplicaState:
     """Return the specs of a full state of replicas; `specs` are those of the optimizer state of one replica."""
 
-    def rows(spec: P) -> P:
+    def rows(leaf: Any, spec: P) -> P:
+        if not isinstance(leaf, torch.Tensor):
+            return spec
         padded = {dim + 1: size for dim, size in spec.padded.items()}
         return spec.replace([request.axis, *spec.dims], padded=padded)
 
-    kept, optimizer = optree.tree_map(rows, (places.kept, specs))
+    held = state.params, state.optimizer
+    kept, optimizer = optree.tree_map(rows, held, broadcast_specs((places.kept, specs), held))
     loss = P(request.axis, owner=places.owners)
-    return ReplicaState(kept, optimizer, like_params(state.outer, params, places.kept), loss, P())
+    masters = like_params(state.masters, params, places.update)
+    outer = like_params(state.outer, params, places.kept if state.masters is None else places.update)
+    return ReplicaState(kept, optimizer, outer, loss, loss if state.steps.ndim else P(), masters)
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """New parameters, of the last exchange and of this rank's replica, and the state of the outer optimizer."""
+    """Parameters of the last exchange and of this rank's replica, the replica's state, and that of the exchange."""
 
     params: PyTree
     replica: PyTree
+    optimizer: PyTree
     outer: PyTree
+    masters: PyTree
 
 
 def on_replicas(
     request: Replicas,
     layout: Layout,
+    places: StepLayout,
     replica: Callable[[SpecTree], LocalFunction],
     specs: tuple[SpecTree, ReplicaState],
     exchanges: bool,
@@ -95,20 +127,25 @@ def on_replicas(
     `replica` returns the step of one replica from the specs of its optimizer state. `layout` is over all axes.
     """
     axis, step = request.axis, replica(optree.tree_map(_spec_of_row, specs[1].optimizer))
+    requests = state_requests(layout)
 
     def call(held: tuple[PyTree, ReplicaState], batch: tuple[PyTree, ...], key: Any) -> Any:
         params, replicas = held
         own = optree.tree_map(_row, (replicas.params, replicas.optimizer))
         (new, optimizer), metrics = step.run(own, batch, None if key is None else random.fold_in(key, axis_index(axis)))
-        loss, steps = replicas.loss + metrics.loss.double(), replicas.steps + 1
+        value, made = metrics.loss.double(), 1
+        if metrics.skipped is not None:
+            value, made = torch.where(metrics.skipped, 0, value), ~metrics.skipped
+        loss, steps = replicas.loss + value, replicas.steps + made
+        done = _Exchange(params, new, optimizer, replicas.outer, replicas.masters)
         if exchanges:
-            done, mean = _exchanged(request, params, new, replicas.outer), psum(loss.sum(), axis) / axis_size(axis)
-            shown = Metrics((mean / steps).to(metrics.loss.dtype), None)
+            done = _exchanged(request, places, requests, done)
+            shown = _mean_loss(metrics, loss, steps, axis)
             loss, steps = torch.zeros_like(loss), torch.zeros_like(steps)
         else:
-            done, shown = _Exchange(params, new, replicas.outer), Metrics(None, None)  # type: ignore[arg-type]  # without exchange
-        replica, optimizer = optree.tree_map(_as_row, (done.replica, optimizer))
-        after = (done.params, ReplicaState(replica, optimizer, done.outer, loss, steps)), shown
+            shown = Metrics(None, None)  # type: ignore[arg-type]  # without exchange
+        replica, optimizer = optree.tree_map(_as_row, (done.replica, done.optimizer))
+        after = (done.params, ReplicaState(replica, optimizer, done.outer, loss, steps, done.masters)), shown
         return after, (specs, optree.tree_map(lambda _: P(owner=owners_of(layout)), shown))
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
@@ -118,16 +155,47 @@ def on_replicas(
     return LocalFunction(call, replace(layout, arguments=arguments), "train_step")
 
 
-def _exchanged(request: Replicas, params: PyTree, new: PyTree, outer: PyTree) -> _Exchange:
-    def mean(old: Any, leaf: Any) -> Any:
-        return pmean(leaf, request.axis) if is_trained(leaf) else old
+def _mean_loss(metrics: Metrics, loss: torch.Tensor, steps: torch.Tensor, axis: str) -> Metrics:
+    """Return the mean loss of the updates since the last exchange, and the lowest loss scale of the replicas."""
+    total = psum(loss.sum(), axis)
+    if metrics.skipped is None or metrics.loss_scale is None:
+        return Metrics((total / axis_size(axis) / steps).to(metrics.loss.dtype), None)
+    count = psum(steps.sum(), axis)
+    mean, scale = total / count.clamp(min=1), pmin(metrics.loss_scale, axis)
+    return Metrics(mean.to(metrics.loss.dtype), None, skipped=count == 0, loss_scale=scale)
 
-    after = optree.tree_map(mean, params, new)
+
+def _exchanged(request: Replicas, places: StepLayout, requests: Requests, before: _Exchange) -> _Exchange:
+    """Average the replicas. Masters are averaged in the layout of the update, then stored parameters are rounded."""
+    axis, kept = request.axis, masters_of(requests)
+    old, new, leaves = before.params, before.replica, list[PyTree]()
+    if kept is not None:
+        optimizer, leaves = split_state(before.optimizer, requests)
+        own = leaves[requests.index(kept)]
+        shards = [optree.tree_map(shard_for_update, each, places.update, places.whole) for each in (old, new)]
+        old, new = kept.full(shards[0], before.masters), kept.full(shards[1], own)
+
+    def mean(old: Any, leaf: Any) -> Any:
+        return pmean(leaf, axis) if is_trained(leaf) else old
+
+    after, outer = optree.tree_map(mean, old, new), before.outer
     if request.outer is not None:
-        gradients = optree.tree_map(lambda old, leaf: old - leaf if is_trained(leaf) else None, params, after)
-        after, outer = request.outer.update(gradients, outer, params)
-    replica = optree.tree_map(lambda x: pvary(x, request.axis) if isinstance(x, torch.Tensor) else x, after)
-    return _Exchange(after, replica, outer)
+        gradients = optree.tree_map(lambda old, leaf: old - leaf if is_trained(leaf) else None, old, after)
+        after, outer = request.outer.update(gradients, outer, old)
+    if kept is None:
+        return replace(before, params=after, replica=_varied(after, axis), outer=outer)
+
+    def stored(x: Any, old: Any, update: P, whole: P) -> Any:
+        return gather_updated(x.to(old.dtype), update, whole) if isinstance(x, torch.Tensor) else x
+
+    masters = optree.tree_map(lambda a, x: x if isinstance(a, torch.Tensor) else a, before.masters, after)
+    params = optree.tree_map(stored, after, before.params, places.update, places.whole)
+    leaves[requests.index(kept)] = _varied(masters, axis)
+    return _Exchange(params, _varied(params, axis), with_leaves(optimizer, requests, leaves), outer, masters)
+
+
+def _varied(tree: PyTree, axis: str) -> PyTree:
+    return optree.tree_map(lambda x: pvary(x, axis) if isinstance(x, torch.Tensor) else x, tree)
 
 
 def _row(leaf: Any) -> Any:

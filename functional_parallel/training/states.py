@@ -24,7 +24,7 @@ from ..ir import (
     with_short_tracebacks,
     without_memory,
 )
-from ..optim import Optimizer, tree_map_params
+from ..optim import EMAState, Optimizer, tree_map_params
 from ..pipelines import PipelineProgram, stacks_of
 from ..requests import ReplicaState, StateRequest, converted_state, split_state, state_requests, with_leaves
 from ..runtime import Runtime, copy_if_aliased, runtime_kind_of, runtime_of, storages
@@ -35,7 +35,7 @@ from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .options import StepOptions
 from .replay import CannotDeferError
-from .replicas import first_replicas, one_replica, replica_specs, replicas_of
+from .replicas import first_replicas, masters_of, one_replica, replica_specs, replicas_of
 from .state import StateLayout, StaticLeaf, TrainState, detach_leaf, state_layout
 from .update import StepLayout, find_step_layout, warn_of_replicated_state
 
@@ -132,7 +132,7 @@ class StateManager(ABC):
         paths = [every[index] or "parameters" for index in params]
         runtime.check_sums(name, paths, [str(leaf_signature(leaf)) for leaf in params.values()])
         _, state = form.trees(leaves)
-        given = storages(*params.values(), *optree.tree_leaves(split_state(state, self.requests)[1]))  # the caller's
+        given = storages(*params.values(), *optree.tree_leaves(self.split(state)[1]))  # the caller's
         sums = dict.fromkeys(params, "")
 
         def see(index: int, leaf: T) -> None:
@@ -161,10 +161,13 @@ class StateManager(ABC):
         require_parameters(params, "train_step.load")
         stacks, expected = self.stacks, expected_state(self.optimizer.init, self._trained_stacks(params))
         if self.replicas is not None and isinstance(optimizer_state, ReplicaState):
-            hollows = optree.tree_map(without_memory, params)
-            expected = first_replicas(self.replicas, self.mesh, hollows, expected)
-        saved = [each for each in self.requests if each.saved]
-        expected, optimizer_state = (self._with_requests(each, params, saved) for each in (expected, optimizer_state))
+            hollows = optree.tree_map(without_memory, self._trained(params))
+            packed = self._with_requests(expected, hollows, self.requests)
+            expected = first_replicas(self.replicas, self.mesh, self._stored(hollows), packed, self.requests)
+            expected = expected._replace(masters=None)  # computed from the parameters
+        else:
+            saved = [each for each in self.requests if each.saved]
+            expected, optimizer_state = (self._with_requests(x, params, saved) for x in (expected, optimizer_state))
         require_state_of(expected, optimizer_state)
         given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
         loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done, device="cpu")}
@@ -229,22 +232,33 @@ class StateManager(ABC):
 
     def placed(self, places: StepLayout, params: PyTree, optimizer_state: PyTree) -> tuple[PyTree, PyTree, SpecTree]:
         """Return stored parameters, packed state with the leaves of requests, and its specs, from full trees."""
-        stored = self._trained(params)
-        packed = places.packed_state(self._with_requests(one_replica(optimizer_state), stored, self.requests))
-        for each in self.requests:
-            stored = each.stored(stored)
+        trained = self._trained(params)
+        packed = places.packed_state(self._with_requests(one_replica(optimizer_state), trained, self.requests))
+        stored = self._stored(trained)
         specs = places.state(packed, self.optimizer, self.requests)
         if self.replicas is None:
             return stored, packed, specs
-        replicas = optimizer_state
+        replicas, kept = optimizer_state, masters_of(self.requests)
         if not isinstance(replicas, ReplicaState):
-            replicas = first_replicas(self.replicas, self.mesh, stored, packed)
+            replicas = first_replicas(self.replicas, self.mesh, stored, packed, self.requests)
+        elif kept is not None:
+            replicas = replicas._replace(masters=kept.init(trained, self.f.layout))
         return stored, replicas, replica_specs(self.replicas, places, stored, replicas, specs)
 
     def _trained(self, params: PyTree) -> PyTree:
         """Return the parameters that the optimizer updates, from the user's; in a pipeline separate layers."""
         for each in self.requests:
             params = each.trained(params)
+        return params
+
+    def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
+        """Return the optimizer's part of a state, or of the replicas' states, and the leaves of each request."""
+        return split_state(state if self.replicas is None else state.optimizer, self.requests)
+
+    def _stored(self, params: PyTree) -> PyTree:
+        """Return the parameters that are stored, from those of `_trained`."""
+        for each in self.requests:
+            params = each.stored(params)
         return params
 
     def _trained_stacks(self, params: PyTree) -> PyTree:
@@ -257,9 +271,28 @@ class StateManager(ABC):
         """Return a state with the leaves of these requests, and of no others; `params` are those of `_trained`."""
         return converted_state(state, requests, lambda each: each.init(params, self.f.layout))
 
-    def params(self, state: TrainState) -> PyTree:
-        """Return the full parameters of a state. Later steps do not change them. Every process must call it."""
-        return self.whole(state)[0]
+    def params(self, state: TrainState, *, ema: bool = False) -> PyTree:
+        """Return the full parameters of a state. Later steps do not change them. Every process must call it.
+
+        Args:
+            state: the state.
+            ema: whether to return the average of the parameters that `fp.optim.ema` computes.
+
+        Raises:
+            ValueError: with `ema`, if the optimizer is no `fp.optim.ema`, or if there are replicas.
+        """
+        params, held = self.whole(state)
+        return self.average(converted_state(held, (), lambda _: None)) if ema else params
+
+    def average(self, state: PyTree) -> PyTree:
+        """Return the average of the parameters in an optimizer state."""
+        if isinstance(state, EMAState) and self.replicas is None:
+            return state.average
+        why = "each replica has its own average" if self.replicas is not None else f"{self.optimizer!r} has none"
+        raise ValueError(
+            f"train_step: ema=True takes the average of the parameters, and {why}: give train_step "
+            "fp.optim.ema(optimizer, decay), around the optimizer of all parameters, without replicas"
+        )
 
     def copy(self, state: TrainState) -> TrainState:
         """Copy a state into separate memory. Steps from the original do not donate the copy."""
@@ -301,7 +334,9 @@ class StateManager(ABC):
         """
         params, packed = form.trees(leaves)
         if self.replicas is not None:
-            return params, packed, {}
+            kept = masters_of(self.requests)
+            params = params if kept is None else kept.full(params, packed.masters)
+            return params, packed._replace(masters=None), {}
         places = form.places
         if of_vector is None:
             packed = places.unpacked_state(packed)
@@ -331,7 +366,7 @@ class StateManager(ABC):
             return self.runtime_for(state).whole(state.handles[index], form.specs[index], state.whose)
 
         _, indices = form.trees(list(range(len(state.handles))))
-        for each, held in zip(self.requests, split_state(indices, self.requests)[1], strict=True):
+        for each, held in zip(self.requests, self.split(indices)[1], strict=True):
             if each.may_skip:
                 each.check(optree.tree_map(whole, held))
 

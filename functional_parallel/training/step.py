@@ -233,7 +233,7 @@ class TrainStep(StateManager):
         key, device = random.fold_in(random.key(seed), state.step), device_of(state.handles)
         return [key if device is None else to_device(key, device)]
 
-    def compile(self, f: Callable[..., Any]) -> StateFunction:
+    def compile(self, f: Callable[..., Any], *, batch: str | None = None, ema: bool = False) -> StateFunction:
         """Compile another function of the parameters, to be called on a state. The layout of the parameters stays.
 
         >>> import torch, functional_parallel as fp
@@ -246,6 +246,9 @@ class TrainStep(StateManager):
 
         Args:
             f: the function, transformed by the step's plan, or by a plan with the same layout of the parameters.
+            batch: "global" if every rank passes the full batch, such as a test set that all ranks load. "own" if each
+                process passes the batch of its own ranks. By default like the step.
+            ema: whether to call `f` on the average of the parameters that `fp.optim.ema` computes.
 
         Returns:
             The function, `result = predict(state, *batch)`. Results are full tensors. The state is not donated.
@@ -254,7 +257,7 @@ class TrainStep(StateManager):
             TypeError, ValueError: when called, if the argument is not a state, or if `f` has another layout of the
                 parameters.
         """
-        return StateFunction(self, f)
+        return StateFunction(self, f, batch, ema)
 
     def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Return every collective of the step: kind, axis, count, bytes, source line."""
@@ -425,7 +428,7 @@ class TrainStep(StateManager):
             return step.on(form.places, state_specs)
         places = form.places
         specs = (places.kept, state_specs)
-        return on_replicas(self.replicas, self.f.layout, partial(step.on, places), specs, exchanges)
+        return on_replicas(self.replicas, self.f.layout, places, partial(step.on, places), specs, exchanges)
 
 
 def _signature(leaf: Any) -> Any:

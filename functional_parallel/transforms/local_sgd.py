@@ -57,6 +57,10 @@ def local_sgd(axis: str, *, inner: int, batch: SpecTree = None, strict: bool = F
         average. `metrics.loss` is the mean over replicas and steps since the average before, in a step that averages;
         in other steps it is None, because it would have to be sent. A norm is not reported; each replica clips its own.
 
+        With `fp.mixed_precision` inside, each replica has its own masters and loss scale. The masters are averaged, in
+        float32. A replica that skips a step takes part in the exchange all the same. In a step that averages,
+        `metrics.skipped` is whether no replica made an update, and `metrics.loss_scale` is the lowest.
+
         Outside of `train_step` it is `data_parallel`.
 
     Raises:

@@ -364,13 +364,20 @@ def _together(inner: P, own: P, mesh: Mesh) -> P:
 
 # --- Specs of arguments ---
 
+_MOSTLY, _FEW = 0.5, 1 << 20  # share and bytes of replicated parameters that rules may leave without a warning
+
 
 def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], SpecTree]:
     """Return a function from parameters to specs, by rules or a spec tree. It warns of unused rules for this axis."""
     source = current_source()  # line of the call that creates the transform, which contains the rules
+    seen = set[optree.PyTreeSpec]()
 
     def find(tree: PyTree) -> SpecTree:
         match = matched(specs, tree, who)
+        if (structure := optree.tree_structure(tree)) not in seen:  # at first, the shapes are global
+            seen.add(structure)
+            if told := _mostly_whole(specs, tree, match, axis):
+                warn_at(source, f"{who}: {told}")
         said = dict(specs.items() if isinstance(specs, Mapping) else specs) if match.unused else {}
         for pattern in match.unused:
             if axis in as_spec(said[pattern]).axes:
@@ -387,12 +394,40 @@ def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], Spe
     return find
 
 
+def _mostly_whole(specs: Rules, tree: PyTree, match: RuleMatch, axis: str) -> str:
+    """Describe parameters with most of the bytes that no rule for this axis names but "*"; empty if there are none."""
+    rules = list(specs.items() if isinstance(specs, Mapping) else specs) if isinstance(match, _ByRules) else []
+    named = [(pattern, spec) for pattern, spec in rules if pattern.strip("*/.")]
+    if not any(axis in as_spec(spec).axes for _, spec in named):
+        return ""
+    rest = set(match_rules(named, tree).unmatched)
+    sizes = {
+        path: leaf.numel() * leaf.element_size()
+        for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)
+        if isinstance(leaf, torch.Tensor)
+    }
+    whole = sorted(rest & sizes.keys(), key=lambda path: -sizes[path])
+    held = sum(sizes[path] for path in whole)
+    share = held / max(sum(sizes.values()), 1)
+    if share <= _MOSTLY or held < _FEW:
+        return ""
+    return (
+        f"the rules leave {share:.0%} of the bytes of the parameters replicated over {axis!r}, as no pattern but '*' "
+        f"matches {', '.join(whole[:3])}{f' and {len(whole) - 3} more' if len(whole) > 3 else ''}. Give rules for "
+        "them; P() keeps one replicated"
+    )
+
+
+class _ByRules(RuleMatch):
+    """Match of rules, not of a tree of specs."""
+
+
 def matched(specs: Rules, tree: PyTree, who: str) -> RuleMatch:
     """Match rules, or a tree of specs, with the parameters. A tree of specs has no unused patterns."""
     flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())  # valid as either
     pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
     if flat or pairs:
-        return match_rules(specs, tree)
+        return _ByRules(*match_rules(specs, tree))
     return RuleMatch(broadcast_specs(specs, tree, name=f"the spec tree of {who}", what="the parameters"), [], [])
 
 

@@ -33,15 +33,15 @@ class Slotted:
     "wrap",
     [
         torch.Tensor.numpy,
-        lambda x: collections.UserDict(x=x),
-        lambda x: collections.UserDict(nested=collections.UserDict(x=[x])),
+        lambda x: collections.ChainMap({"x": x}),
+        lambda x: collections.ChainMap({"nested": collections.ChainMap({"x": [x]})}),
         Record,
         Slotted,
     ],
 )
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_batch_that_is_no_pytree_of_tensors(wrap: Callable[[torch.Tensor], Any], trained: bool) -> None:
-    """As a tokenizer's BatchEncoding: every later batch that prints alike was taken for the first."""
+    """Every later batch that prints alike was taken for the first."""
 
     def of_batch(w: torch.Tensor, batch: Any) -> torch.Tensor:
         found = batch[0]

@@ -116,6 +116,53 @@ SCHEDULERS: dict[str, Scheduler] = {
 }
 
 
+CYCLES: dict[str, tuple[Any, Scheduler, int]] = {
+    "sgd": (
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=9),
+        1,
+    ),
+    "nesterov": (
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda o: lr_scheduler.CyclicLR(o, 1e-2, 1e-1, step_size_up=3),
+        1,
+    ),
+    "adamw": (torch.optim.AdamW, lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9), 1),
+    "adam, in epochs": (torch.optim.Adam, lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9), 2),
+    "second of a sequence": (
+        torch.optim.AdamW,
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.ConstantLR(o), lr_scheduler.OneCycleLR(o, 0.1, total_steps=9)], [3]
+        ),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize("layout", ["dims", "flat"])
+def test_schedulers_that_cycle_the_momentum(name: str, layout: str) -> None:
+    """They were refused, although it is the default of OneCycleLR."""
+    kind, schedule, every = CYCLES[name]
+    module, reference = net().double(), net().double()
+    optimizer, own = kind(module.parameters()), kind(reference.parameters())
+    plan = fp.zero(1, "data", layout=layout)
+    step = fp.prepare(
+        *(module, optimizer, schedule(optimizer)), loss=loss, mesh=Mesh(data=2), plan=plan, scheduler_every=every
+    )
+    scheduler = schedule(own)
+    for number, (x, y) in enumerate(batches(8), 1):
+        value = loss(reference, x, y)
+        own.zero_grad()
+        value.backward()
+        own.step()
+        if number % every == 0:
+            scheduler.step()
+        torch.testing.assert_close(step(x, y), value.detach(), rtol=0, atol=1e-10)
+    for mine, theirs in zip(step.module().parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_with_groups_update_as_in_torch(optimizer: str) -> None:
     require_equal(OPTIMIZERS[optimizer], SCHEDULERS["cosine"], None, Mesh(), clip=0.5)
@@ -204,8 +251,13 @@ def test_what_cannot_be_translated_is_refused() -> None:
     refused(TypeError, "not function", scheduler=lambda _: test_what_cannot_be_translated_is_refused)
     refused(ValueError, "another optimizer", scheduler=lambda _: SCHEDULERS["cosine"](two_groups(net())))
     refused(ValueError, "scheduler_every=0", scheduler=SCHEDULERS["cosine"], scheduler_every=0)
-    cycled = lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=8)  # noqa: E731
-    refused(ValueError, "cycle_momentum=False", scheduler=cycled)
+
+    class Decays(lr_scheduler.LambdaLR):
+        def step(self, epoch: int | None = None) -> None:
+            super().step(epoch)
+            self.optimizer.param_groups[0]["weight_decay"] *= 0.5
+
+    refused(ValueError, "Decays changes more than the learning rate", scheduler=lambda o: Decays(o, lambda n: 1.0))
     own = dict(optimizer=lambda _: fp.optim.adamw(1e-3))
     refused(TypeError, "leave out the scheduler", scheduler=lambda _: SCHEDULERS["cosine"](two_groups(net())), **own)
     normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

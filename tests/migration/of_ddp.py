@@ -30,6 +30,8 @@ LEFT: dict[str, Any] = {
     "Join": Join,
     "GradScaler": torch.amp.GradScaler,
     "autocast": torch.autocast,
+    "AveragedModel": torch.optim.swa_utils.AveragedModel,
+    "get_ema_multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn,
     "torch": torch,
     "dist": torch.distributed,
     "nn": nn,
@@ -98,6 +100,12 @@ ROWS = [
         "step = fp.prepare(module, optimizer, scheduler, loss=loss_of)",
         lambda step: first_loss(step(x, y)),
         "For a script with a module and a loop. Without `mesh=`, all processes are on the axis `data`.",
+    ),
+    Row(
+        "ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))\nema.update_parameters(module)",
+        "step = fp.prepare(module, optimizer, scheduler, loss=loss_of, ema=0.9)\nstep.module(ema=True)",
+        lambda averaged: isinstance(averaged, nn.Module),
+        "Natively `fp.optim.ema(optimizer, 0.9)` and `train.params(state, ema=True)`.",
     ),
     Row(
         "loss.backward()\noptimizer.step()\noptimizer.zero_grad()",

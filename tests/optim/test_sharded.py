@@ -32,6 +32,16 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adafactor, values clipped": fp.optim.clip_value(fp.optim.adafactor(0.1, decay={"experts": 0.5}), 0.01),
 }
 
+OPTIMIZERS |= {
+    "momentum by schedule": fp.optim.sgd(0.1, momentum=schedules.linear(0.9, 0.5, 5), nesterov=True),
+    "betas by schedule": fp.optim.adamw(RATE, betas=(schedules.linear(0.9, 0.5, 5), lambda n: 0.9 if n < 2 else 0.99)),
+    "average of lamb": fp.optim.ema(fp.optim.lamb(RATE), 0.9),
+    "average of groups": fp.optim.ema(
+        fp.optim.by_path({"*/w": fp.optim.adafactor(RATE), "experts": None, "*": fp.optim.adam(0.1)}),
+        schedules.linear(0.5, 0.9, 5),
+    ),
+}
+
 RULES = {
     "first/w": P(None, "tensor"),
     "first/b": P("tensor"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -200,6 +201,15 @@ def test_replicas_draw_other_numbers() -> None:
     assert not torch.equal(held.params[0], held.params[1])
 
 
+def test_replicas_with_optimizers_by_path() -> None:
+    """A moment has the number 0 for the parameters of other groups, which has no rows."""
+    groups = fp.optim.by_path({"w": fp.optim.adamw(0.05), "*": fp.optim.sgd(0.05, momentum=0.5)})
+    batches = [integers(4, 3, seed=step) for step in range(2)]
+    train = fp.train_step(loss, groups, Mesh(data=2), fp.local_sgd("data", inner=2))
+    found, _ = trained(train, drawn(0), batches)
+    assert_close(found, by_hand(loss, drawn(0), batches, 2, 2, groups, None))
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     mesh, local = Mesh(data=2, pipe=2), fp.local_sgd("data", inner=2)
     make = lambda plan, **options: fp.train_step(loss, fp.optim.sgd(0.1), mesh, plan, **options)  # noqa: E731
@@ -216,8 +226,161 @@ def test_what_does_not_go_together_is_refused() -> None:
         make(fp.chain(fp.zero(1, "pipe", layout="flat"), local))
     with pytest.raises(ValueError, match=r"do not go with fp.pipeline"):
         make(fp.chain(fp.pipeline("pipe", microbatches=2), local))
-    with pytest.raises(ValueError, match=r"do not go with parameters stored in float16"):
-        make(fp.chain(fp.mixed_precision("fp16"), local))
+
+
+# --- Masters ---
+
+
+def precise(params: Any, x: Tensor) -> Tensor:
+    return (torch.tanh(x @ params["w"]) @ params["v"] + params["norm"]).square().mean()
+
+
+def begun() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(4, 4, generator=draw) / 2 for name in ("w", "v")} | {"norm": torch.full((4,), 0.3)}
+
+
+def inputs(count: int, scale: float = 1.0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 4, generator=draw) * scale for _ in range(count)]
+
+
+def loop_with_masters(
+    batches: list[Tensor], inner: int, dtype: torch.dtype, optimizer: Any, outer: Any, rules: fp.LossScale | None
+) -> tuple[Any, list[Any], list[list[bool]]]:
+    """Two independent replicas, each with float32 masters and a loss scale of its own: anchor, masters, and skips."""
+    plan = fp.mixed_precision("fp16" if dtype == torch.float16 else "bf16", loss_scale=None, keep=["norm"])
+    local, of_one = plan(precise), {"in_specs": (P(),) * 3, "out_specs": P()}
+    compute = fp.compile(fp.grad(lambda p, x, factor: local(p, x) * factor), Mesh(one=1), **of_one)  # type: ignore[arg-type]
+    anchor, masters = begun(), [begun()] * 2
+    states, outer_state = [optimizer.init(anchor)] * 2, None if outer is None else outer.init(anchor)
+    scales, skips = [rules.init() if rules else None] * 2, []
+    for number, batch in enumerate(batches, 1):
+        row = []
+        for rank, part in enumerate(batch.chunk(2)):
+            scale = scales[rank]
+            factor = torch.ones(()) if scale is None else scale.scale.float()
+            rounded = {name: x if name == "norm" else x.to(dtype).float() for name, x in masters[rank].items()}
+            grads = optree.tree_map(lambda g: g / factor, compute(rounded, part, factor))  # noqa: B023
+            overflow = not all(bool(g.isfinite().all()) for g in grads.values())
+            row.append(overflow)
+            if not overflow:
+                masters[rank], states[rank] = optimizer.update(grads, states[rank], masters[rank])
+            if rules is not None:
+                scales[rank] = rules.update(scale, torch.tensor(overflow))
+        skips.append(row)
+        if number % inner == 0:
+            mean = optree.tree_map(lambda a, b: (a + b) / 2, *masters)
+            if outer is not None:
+                difference = optree.tree_map(torch.sub, anchor, mean)
+                mean, outer_state = outer.update(difference, outer_state, anchor)
+            anchor, masters = mean, [mean] * 2
+    return anchor, masters, skips
+
+
+WITHIN: dict[str, tuple[Mesh, list[Any]]] = {
+    "alone": (Mesh(data=2), []),
+    "masters sharded": (Mesh(data=2, shard=2), [fp.zero(1, "shard")]),
+    "all sharded": (Mesh(data=2, shard=2), [fp.zero(3, "shard")]),
+    "uneven": (Mesh(data=2, shard=3), [fp.zero(2, "shard", batch=P())]),
+}
+OUTER = {"local_sgd": None, "diloco": NESTEROV}
+
+
+def with_masters(within: str, kind: str, precision: Any, optimizer: Any, **options: Any) -> Any:
+    mesh, inside = WITHIN[within]
+    local = fp.local_sgd("data", inner=2) if kind == "local_sgd" else fp.diloco("data", inner=2, outer=NESTEROV)
+    return fp.train_step(precise, optimizer, mesh, fp.chain(precision, *inside, local), **options)
+
+
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("kind", OUTER)
+def test_replicas_with_masters(within: str, kind: str) -> None:
+    """They were refused. What is averaged are the masters, in float32."""
+    optimizer = fp.optim.adamw(0.02)
+    train = with_masters(within, kind, fp.mixed_precision("bf16", keep=["norm"]), optimizer)
+    state = train.init(begun())
+    for number, x in enumerate(batches := inputs(4), 1):
+        state, metrics = train(state, x)
+        wanted, _, _ = loop_with_masters(batches[:number], 2, torch.bfloat16, optimizer, OUTER[kind], None)
+        found = train.params(state)
+        assert all(leaf.dtype == torch.float32 for leaf in found.values())
+        torch.testing.assert_close(found, wanted, rtol=0, atol=3e-4 if number > 1 else 0)
+        assert (metrics.loss is None) == (number % 2 == 1)
+    params, optimizer_state = train.whole(state)
+    held = optimizer_state.optimizer.masters
+    assert torch.equal(held["w"][0], params["w"]) and torch.equal(held["w"][1], params["w"])
+    assert optimizer_state.params["w"].dtype == torch.bfloat16 and optimizer_state.params["norm"].dtype == torch.float32
+    assert not torch.equal(params["w"], params["w"].bfloat16().float())
+
+
+def test_the_exchange_of_masters_is_of_their_shards() -> None:
+    """Between the replicas go the shards of the masters and the loss; nothing goes in an inner step."""
+    train = with_masters("masters sharded", "local_sgd", fp.mixed_precision("bf16"), fp.optim.adamw(0.02), bucket=None)
+    state, between = train.init(begun()), []
+    for x in inputs(2):
+        state, _ = train(state, x)
+        between.append([one for one in train.program.collectives() if "data" in one.axes])
+    assert [str(one.operand) for one in between[0]] == []
+    assert sorted(str(one.operand) for one in between[1]) == ["f32[2, 4]", "f32[2, 4]", "f32[2]", "f64[]"]
+
+
+def skewed(count: int) -> list[Tensor]:
+    """Batches of which the second replica's half overflows first."""
+    return [torch.cat([x[:4] / 20, x[4:] * 64]) for x in inputs(count)]
+
+
+@pytest.mark.parametrize("within", ["alone", "masters sharded"])
+@pytest.mark.parametrize("kind", OUTER)
+def test_a_replica_that_skips_takes_part_in_the_exchange(within: str, kind: str) -> None:
+    rules = fp.LossScale(2.0**18, window=3, hysteresis=1)
+    optimizer = fp.optim.sgd(0.01, momentum=0.5)
+    precision = fp.mixed_precision("fp16", keep=["norm"], loss_scale=rules)
+    train = with_masters(within, kind, precision, optimizer)
+    state, batches = train.init(begun()), skewed(6)
+    wanted, _, skips = loop_with_masters(batches, 2, torch.float16, optimizer, OUTER[kind], rules)
+    for number, x in enumerate(batches, 1):
+        state, metrics = train(state, x)
+        if number % 2 == 0:
+            assert bool(metrics.skipped) == all(skips[number - 2] + skips[number - 1])
+    assert any(one != other for one, other in skips), "a step that one replica skips"
+    torch.testing.assert_close(train.params(state), wanted, rtol=0, atol=2e-4)
+    scales = train.whole(state)[1].optimizer.loss_scale.scale
+    assert scales.shape == (2,) and scales[0] > scales[1]
+    train.check(state)
+
+
+@pytest.mark.parametrize("kind", OUTER)
+@pytest.mark.parametrize("way", ["loaded", "restored"])
+def test_a_run_with_masters_goes_on_from_the_middle_of_a_round(kind: str, way: str, tmp_path: Path) -> None:
+    def made() -> Any:
+        return with_masters("masters sharded", kind, fp.mixed_precision("fp16"), fp.optim.adamw(0.02))
+
+    train, again = made(), made()
+    state = train.init(begun())
+    for x in inputs(3):
+        state, _ = train(state, x)
+    if way == "restored":
+        train.save(state, tmp_path)
+        taken = again.restore(tmp_path)
+    else:
+        taken = again.load(*train.whole(state), state.step)
+    for x in inputs(3):
+        (state, one), (taken, other) = train(state, x), again(taken, x)
+        assert (one.loss is None and other.loss is None) or torch.equal(one.loss, other.loss)
+    assert_equal(again.params(taken), train.params(state))
+    assert_equal(again.whole(taken)[1].optimizer, train.whole(state)[1].optimizer)
+
+
+def masters_on_a_process(rank: int) -> Any:
+    train = with_masters("alone", "diloco", fp.mixed_precision("fp16"), fp.optim.adamw(0.05), reduction="ordered")
+    return trained(train, begun(), skewed(4))
+
+
+def test_masters_on_processes() -> None:
+    wanted = masters_on_a_process(0)
+    for found in run_on_processes(masters_on_a_process, 2):
+        assert_equal(found, wanted)
 
 
 def on_a_process(rank: int, own: bool) -> Any:

@@ -7,9 +7,11 @@ in seconds, and do not hang in mismatched collectives.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import socket
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -269,6 +271,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         specs = parts or [P()] * len(sums)
         wrong = [index for index, spec in enumerate(specs) if self._differ([found[index] for found in all_sums], spec)]
         if not wrong:
+            self._warn_of_copies(name, paths, all_sums, parts or ())
             return
         told = ", ".join(paths[index] for index in wrong[:8])
         if parts is None:
@@ -284,6 +287,20 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
             f"{', '.join(map(repr, axes))} alone, but such ranks passed different {told}. Let the loader split the "
             "samples along the other axes only, as fp.Sampler(length, batch, mesh) does"
         )
+
+    def _warn_of_copies(self, name: str, paths: Sequence[str], sums: list[list[str]], parts: Sequence[P]) -> None:
+        """Warn, on every rank, if all ranks pass the same tensors as shards of a batch, such as a full test set."""
+        ranks = [math.prod(self.mesh.axis_size(axis) for axis in spec.axes) for spec in parts]
+        split = [index for index, count in enumerate(ranks) if count > 1]
+        if split and all(len({found[index] for found in sums}) == 1 for index in split):
+            warnings.warn(
+                f"{name}(batch='own'): all ranks passed equal {', '.join(paths[index] for index in split[:8])}, which "
+                f"count as {max(ranks)} shards of a batch, each sample {max(ranks)} times. Pass each rank's own "
+                "samples, as fp.Sampler reads them, or the full batch with batch='global', which train_step, "
+                "train.compile and prepare's eval take",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def _require_same_paths(self, name: str, paths: list[list[str]]) -> None:
         mine = paths[self.rank]
