@@ -78,8 +78,8 @@ def ema(optimizer: Optimizer, decay: Schedule = 0.999) -> Optimizer:
         def averaged(average: PyTree, leaf: PyTree) -> PyTree:
             if not is_trained(leaf):
                 return leaf
-            own = 1 - (factor.to(leaf.real.dtype) if isinstance(factor, Tensor) else factor)
-            return torch.where(state.step == 0, leaf, average + own * (leaf - average))
+            weight = 1 - (factor.to(leaf.real.dtype) if isinstance(factor, Tensor) else factor)
+            return torch.where(state.step == 0, leaf, average + weight * (leaf - average))
 
         return new, EMAState(state.step + 1, inner, optree.tree_map(averaged, state.average, new))
 

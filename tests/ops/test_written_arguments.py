@@ -110,7 +110,7 @@ PLANS: dict[str, Any] = {
     "data": fp.data_parallel("data"),
     "zero": fp.zero(3, "data"),
     "columns": fp.tensor_parallel("data", P("data")),
-    "accumulated": fp.chain(fp.data_parallel("data", batch=P()), fp.accumulate(2, batch=P())),
+    "recomputed": fp.chain(fp.remat(), fp.data_parallel("data")),
 }
 
 
