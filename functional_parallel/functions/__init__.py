@@ -1,5 +1,7 @@
 """Functions on shards: layouts, positional arguments, grad, vmap, jvp and hessian, modules as functions."""
 
+from .batch_groups import BatchSplit
+from .buffers import BufferTree
 from .dependencies import require_no_gradient_hooks
 from .derivatives import grad, grad_and_value, hessian, jvp, unused, vmap
 from .foreign import require_function, require_mesh, written_here

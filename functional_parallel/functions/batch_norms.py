@@ -1,22 +1,27 @@
-"""Batch norm modules inside `fp.functional` with a forward that cannot be traced.
+"""Batch norm modules inside `fp.functional` with a forward that cannot be traced, or with statistics of groups.
 
 `nn.SyncBatchNorm` looks for a process group. On a CPU it raises if a group exists, and on CUDA it would communicate
 outside of the program. Here statistics are those of the global batch, so it is treated as a plain batch norm. With
 `momentum=None`, torch's forward reads the number of batches as a Python number, which a trace does not have.
+
+With a `BatchSplit`, the statistics are those that torch computes on ranks: see `batch_norm_of_groups`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from .. import _torch
 from ..rules import batch_norm
 from ..tracing import recorder
+from .batch_groups import BatchSplit, batch_norm_of_groups, weights_of
 
 _CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
@@ -46,34 +51,70 @@ def require_no_group(module: nn.Module) -> None:
 
 
 @contextmanager
-def as_batch_norms() -> Iterator[None]:
-    """Run the batch norms that this thread calls inside as plain ones over their input batch."""
+def as_batch_norms(split: BatchSplit | None = None) -> Iterator[None]:
+    """Run the batch norms that this thread calls inside as plain ones over their input batch, or over its groups."""
     # Threads that are not inside still get torch's behaviour.
-    with _forwards.active(), _torch.pushed(_inside(), True):
+    with _forwards.active(), _torch.pushed(_inside(), split), _OfGroups() if split is not None else nullcontext():
         yield
 
 
-def _inside() -> list[bool]:
+def _inside() -> list[BatchSplit | None]:
     return _torch.of_thread("batch norms", list)
+
+
+class _OfGroups(TorchFunctionMode):
+    """Mode that computes `F.batch_norm` in training from the statistics of groups of the batch."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is functional.batch_norm:
+            return _of_groups(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _of_groups(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    split, statistics = _inside()[-1], (running_mean, running_var)
+    if split is None or not training or split.is_whole:
+        return functional.batch_norm(input, *statistics, weight, bias, training, momentum, eps)
+    return batch_norm_of_groups(input, *statistics, weight, bias, split, weights_of(momentum, split), eps)
 
 
 def _forward(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     if not _inside():
         return _synchronised(module, input) if isinstance(module, nn.SyncBatchNorm) else _torchs(module, input)
-    if module.training and module.track_running_stats and module.momentum is None and recorder() is not None:
-        return _averaged(module, input)
-    return _torchs(module, input)
+    split = _inside()[-1]
+    if split is not None and isinstance(module, nn.SyncBatchNorm):
+        split = split.synchronised()
+    with _torch.pushed(_inside(), split):
+        tracks = module.training and module.track_running_stats
+        if tracks and module.momentum is None and (recorder() is not None or split is not None):
+            return _averaged(module, input, split)
+        if tracks and split is not None and module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(split.microbatches - 1)
+        return _torchs(module, input)
 
 
-def _averaged(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+def _averaged(module: _BatchNorm, input: torch.Tensor, split: BatchSplit | None) -> torch.Tensor:
     """Run the training forward that tracks the mean of the statistics of all batches."""
     module._check_input_dim(input)
     assert module.num_batches_tracked is not None and module.running_mean is not None
-    module.num_batches_tracked.add_(1)
+    module.num_batches_tracked.add_(1 if split is None else split.microbatches)
     factor: Any = 1 / module.num_batches_tracked.to(module.running_mean.dtype)
-    statistics = (module.running_mean, module.running_var)
-    result: torch.Tensor = batch_norm(input, *statistics, module.weight, module.bias, True, factor, module.eps)
-    return result
+    arguments = (input, module.running_mean, module.running_var, module.weight, module.bias)
+    if split is None or split.is_whole:
+        result: torch.Tensor = batch_norm(*arguments, True, factor, module.eps)
+        return result
+    return batch_norm_of_groups(*arguments, split, [factor] * split.microbatches, module.eps)
 
 
 _forwards = _torch.Replacement(*((each, "forward", _forward) for each in _CLASSES))

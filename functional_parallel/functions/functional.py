@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from ..collectives import check_callable
 from ..tracing import is_kept, stand_ins
+from .batch_groups import BatchSplit
 from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
 from .dependencies import Dependencies
 from .foreign import require_module
@@ -18,15 +20,22 @@ from .request import PyTree
 
 Tensors = dict[str, torch.Tensor]  # by dotted path
 Model = Callable[..., PyTree]
+Groups = tuple[int, int] | BatchSplit | None
 
 _META = torch.device("meta")
 
 
 @overload
-def functional(module: nn.Module, *, buffers: Literal[False] = False) -> tuple[Model, Tensors]: ...
+def functional(
+    module: nn.Module, *, buffers: Literal[False] = False, groups: Groups = None
+) -> tuple[Model, Tensors]: ...
 @overload
-def functional(module: nn.Module, *, buffers: Literal[True]) -> tuple[Model, Tensors, Tensors]: ...
-def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tensors] | tuple[Model, Tensors, Tensors]:
+def functional(
+    module: nn.Module, *, buffers: Literal[True], groups: Groups = None
+) -> tuple[Model, Tensors, Tensors]: ...
+def functional(
+    module: nn.Module, *, buffers: bool = False, groups: Groups = None
+) -> tuple[Model, Tensors] | tuple[Model, Tensors, Tensors]:
     """Turn a module into a pure function and its parameters.
 
     >>> import torch, functional_parallel as fp
@@ -40,6 +49,9 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
             functions, which are traced again if one of these has changed.
         buffers: whether to pass buffers in and out as state. The running statistics of batch norm need this in
             training. Batch norm and `nn.SyncBatchNorm` use the statistics of the global batch.
+        groups: numbers of ranks and of microbatches per rank, `(ranks, microbatches)`, to normalise as torch does on
+            them. A batch norm in training uses the statistics of each microbatch of each rank, and `nn.SyncBatchNorm`
+            those of a microbatch of all ranks. The running statistics follow the microbatches of the first rank.
 
     Returns:
         `(fn, params)` with `fn(params, *args, **kwargs)`. With `buffers`, `(fn, params, state)` with
@@ -61,7 +73,8 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
     trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad} or every
     params = {name: parameter.detach() for name, parameter in trained.items()}
     state = {name: buffer.detach() for name, buffer in module.named_buffers()}
-    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
+    split = BatchSplit(*groups) if isinstance(groups, tuple) else groups
+    norms = partial(as_batch_norms, split) if split is not None or holds_batch_norms(module) else nullcontext
     dependencies = Dependencies(module)
     constant = {name: tensor for name, tensor in {**every, **state}.items() if name not in params}
     valueless = {name: tensor for name, tensor in constant.items() if tensor.is_meta}
@@ -72,19 +85,21 @@ def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tens
 
     def run(tensors: Tensors, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         trained = {name: tensor for name, tensor in tensors.items() if name in params}
+        tensors.update((name, tensor) for name, tensor in constants().items() if name not in tensors)
         with norms(), dependencies.recorded(trained) if is_kept() else nullcontext():
-            return torch.func.functional_call(module, {**constants(), **tensors}, args, kwargs)
+            return torch.func.functional_call(module, tensors, args, kwargs)
 
     def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
         given = [leaf for leaf in params.values() if isinstance(leaf, torch.Tensor)] if valueless else []
         if not any(leaf.device == _META for leaf in given):
             device = given[0].device if given else torch.get_default_device()
             params = {**stand_ins(valueless, device, type(module).__name__), **params}
-        return run(params, args, kwargs)
+        return run(dict(params), args, kwargs)
 
     def fn_of_state(params: Tensors, state: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        own = {name: buffer.clone() for name, buffer in state.items()}
-        return run({**params, **own}, args, kwargs), own
+        tensors = {**params, **{name: buffer.clone() for name, buffer in state.items()}}
+        result = run(tensors, args, kwargs)
+        return result, {name: tensors[name] for name in state}  # a forward may have assigned new ones
 
     fn.__name__ = fn_of_state.__name__ = type(module).__name__
     return (fn_of_state, params, state) if buffers else (fn, params)

@@ -6,9 +6,18 @@ do not know the transforms that make them.
 """
 
 from .axes import DataAxis, Master, Microbatches, Replicas, ReplicaState, owners_of
+from .buffers import Buffers, BufferState
 from .loss_scaling import LossScale, LossScaleState, ScaledState, ScaleLoss
 from .run_pass import PairPass, RunPass, Scope, requested_passes
-from .state_request import StateRequest, Update, converted_state, split_state, state_requests, with_leaves
+from .state_request import (
+    StateRequest,
+    Update,
+    converted_state,
+    loss_arguments,
+    split_state,
+    state_requests,
+    with_leaves,
+)
 from .stored_type import Masters, MasterState, StoredType
 from .table import REQUESTS, Order, require_order
 from .update_sharding import NormSharding, SummedApart, UpdateSharding, divided_specs, flat_update, update_specs

@@ -10,7 +10,7 @@ import torch
 
 from sharding_specs import P, broadcast_specs
 
-from ..functions import Layout, PyTree, Request, SpecTree
+from ..functions import BufferTree, Layout, PyTree, Request, SpecTree
 
 _TREES: set[type[Any]] = set()  # of all requests
 
@@ -35,6 +35,8 @@ class StateRequest(Request):
 
     tree: ClassVar[type[Any] | None] = None  # named tuple of the optimizer's state without this request, and its leaves
     saved: ClassVar[bool] = True  # whether a checkpoint saves the leaves, or `init` computes them from the parameters
+    passed: ClassVar[bool] = False  # whether the loss takes the leaves after the parameters, and returns new ones
+    optional: ClassVar[bool] = True  # whether a checkpoint without the leaves can be restored; they are then the first
     may_skip: ClassVar[bool] = False  # whether it may skip an update, by the norm of the gradients
 
     def __init_subclass__(cls) -> None:
@@ -65,6 +67,10 @@ class StateRequest(Request):
 
     # --- in a step, on a rank's shards ---
 
+    def returned(self, new: PyTree, specs: SpecTree, leaves: PyTree) -> PyTree:
+        """Return the new leaves, in full, from those that the loss returned, with their specs, if it `passed` them."""
+        return leaves
+
     def loss(self, value: torch.Tensor, leaves: PyTree) -> torch.Tensor:
         """Return the value to differentiate, from the loss."""
         return value
@@ -92,6 +98,11 @@ class StateRequest(Request):
 def state_requests(layout: Layout) -> tuple[StateRequest, ...]:
     """Return the requests of a layout that add leaves to the state, innermost first."""
     return layout.all(StateRequest)
+
+
+def loss_arguments(requests: Sequence[StateRequest], leaves: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    """Return the arguments of a loss between the parameters and the batch: the leaves that it is passed."""
+    return tuple(BufferTree(held or {}) for each, held in zip(requests, leaves, strict=True) if each.passed)
 
 
 def with_leaves(state: PyTree, requests: Sequence[StateRequest], leaves: Sequence[PyTree]) -> PyTree:

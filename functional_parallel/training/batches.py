@@ -25,8 +25,9 @@ class BatchInputs:
     That is one rank's shard on a real process, and the global batch if all ranks are simulated in one process.
     """
 
-    def __init__(self, f: LocalFunction, mesh: Mesh, own: bool) -> None:
+    def __init__(self, f: LocalFunction, mesh: Mesh, own: bool, passed: tuple[PyTree, ...] = ()) -> None:
         self.f, self.mesh, self.own = f, mesh, own
+        self.passed = passed  # arguments between parameters and batch, without leaves
         for axis, rank in owners_of(f.layout).items() if own else ():
             raise ValueError(
                 f"train_step(batch='own') takes each rank's shard of the batch, but rank {rank} of {axis!r} is the "
@@ -36,7 +37,8 @@ class BatchInputs:
     def by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """Return the arguments after the parameters by position. Keyword arguments are bound to their positions."""
         register_dataclasses(batch, named)
-        return bind_positional(self.f.layout.signature, self.f.name, (None, *batch), named)[1:]
+        given = (None, *self.passed, *batch)
+        return bind_positional(self.f.layout.signature, self.f.name, given, named)[1 + len(self.passed) :]
 
     def stay_in_step(self, runtime: Runtime[Any, Any], doing: str, batch: PyTree) -> None:
         """Check that ranks with separate batches make the same call, on batches with equal signatures."""
@@ -76,7 +78,7 @@ class BatchInputs:
         def whole(leaf: T, spec: P) -> T | torch.Tensor:
             return like_own(leaf, spec.only(self.mesh.axis_names)) if isinstance(leaf, torch.Tensor) else leaf
 
-        specs = self.f.layout.batch_specs(self.mesh, params, batch)
+        specs = self.f.layout.batch_specs(self.mesh, params, (*self.passed, *batch))[len(self.passed) :]
         found: tuple[PyTree, ...] = optree.tree_map(whole, batch, specs)
         return found
 

@@ -14,7 +14,7 @@ import torch
 from .. import optim
 from ..functions import PyTree
 from ..ir import is_trained, leaf_signature, refuse_abstract, without_memory
-from ..requests import LossScaleState, MasterState, ReplicaState, ScaledState
+from ..requests import BufferState, LossScaleState, MasterState, ReplicaState, ScaledState
 from .local_step import Metrics
 from .signatures import listed, structure_as_text
 
@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 # Tuples of tensors in the result of train.whole, which torch.load(weights_only=True), its default, may construct.
 _STATES = [each for each in vars(optim).values() if isinstance(each, type) and issubclass(each, tuple)]
-torch.serialization.add_safe_globals([*_STATES, LossScaleState, MasterState, ReplicaState, ScaledState, Metrics])
+_OWN = (BufferState, LossScaleState, MasterState, ReplicaState, ScaledState, Metrics)
+torch.serialization.add_safe_globals([*_STATES, *_OWN])
 
 
 def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:

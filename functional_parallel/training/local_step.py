@@ -19,7 +19,15 @@ from sharding_specs import P
 from .. import random
 from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value
 from ..optim import Optimizer, scheduled_rates, skips_untrained
-from ..requests import StateRequest, Update, owners_of, split_state, state_requests, with_leaves
+from ..requests import (
+    StateRequest,
+    Update,
+    loss_arguments,
+    owners_of,
+    split_state,
+    state_requests,
+    with_leaves,
+)
 from .options import StepOptions
 from .untrained import old_params, old_state, old_weights, report_untrained, untrained, without
 from .update import (
@@ -73,18 +81,15 @@ class LocalTrainStep:
 
         def call(held: tuple[PyTree, PyTree], batch: PyTree, key: torch.Tensor | None) -> tuple[PyTree, SpecTree]:
             new, metrics = step(*held, batch, key)
-            return (new, metrics), ((places.kept, state_specs), self._metric_specs(metrics))
+            return (new, metrics), ((places.kept, state_specs), step.metric_specs(metrics))
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            (params, _), batch, _ = args
-            return ((places.kept, state_specs), tuple(self.f.layout.arguments((params, *batch))[1:]), P())
+            (params, state), batch, _ = args
+            more = loss_arguments(step.requests, split_state(state, step.requests)[1])
+            of_batch = self.f.layout.arguments((params, *more, *batch))[1 + len(more) :]
+            return ((places.kept, state_specs), tuple(of_batch), P())
 
         return LocalFunction(call, replace(self.f.layout, arguments=arguments), "train_step")
-
-    def _metric_specs(self, metrics: Metrics) -> SpecTree:
-        aux = None if metrics.aux is None else self.f.results[1]
-        spec = P(owner=owners_of(self.f.layout))
-        return optree.tree_map(lambda _: spec, metrics._replace(aux=None))._replace(aux=aux)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,11 @@ class _StepOnShards:
     state_specs: SpecTree
     requests: tuple[StateRequest, ...]
 
+    @property
+    def passes_more(self) -> bool:
+        """Whether the loss takes leaves of the state."""
+        return any(each.passed for each in self.requests)
+
     def __call__(
         self, params: PyTree, state: PyTree, batch: tuple[PyTree, ...], key: torch.Tensor | None
     ) -> tuple[tuple[PyTree, PyTree], Metrics]:
@@ -104,7 +114,7 @@ class _StepOnShards:
         reduced = optree.tree_map(into_compute, params, places.compute)
         inputs = optree.tree_map(as_trained, reduced, places.params)
         with random.using(key) if key is not None else nullcontext():
-            gradients, value, aux = self._gradients(inputs, batch, leaves)
+            gradients, value, aux, leaves = self._gradients(inputs, batch, leaves)
         gradients = without(gradients, places.frozen)
         idle = untrained(inputs, gradients)
         report_untrained(self.step.f.name, params, idle, places.frozen, self.step.warned)
@@ -123,14 +133,22 @@ class _StepOnShards:
             metrics = metrics._replace(**each.metrics(norm, held))
         return (old_params(new, params, idle), with_leaves(update.state, self.requests, after)), metrics
 
+    def metric_specs(self, metrics: Metrics) -> SpecTree:
+        """Return the specs of the metrics, after the step was called."""
+        f = self.step.f
+        spec = P(owner=owners_of(f.layout))
+        aux = None if metrics.aux is None else f.results[1][1] if self.passes_more else f.results[1]
+        return optree.tree_map(lambda _: spec, metrics._replace(aux=None))._replace(aux=aux)
+
     def _gradients(
         self, params: PyTree, batch: tuple[PyTree, ...], leaves: Sequence[PyTree]
-    ) -> tuple[PyTree, torch.Tensor, PyTree]:
-        """Return the gradients of the loss, as the requests change it; the loss; and its aux."""
-        f, has_aux = self.step.f, self.step.options.has_aux
+    ) -> tuple[PyTree, torch.Tensor, PyTree, list[PyTree]]:
+        """Return the gradients of the loss, as the requests change it; the loss; its aux; and what it changes."""
+        f, with_aux = self.step.f, self.step.options.has_aux
         if not self.requests:
-            gradients, value = grad_and_value(f, has_aux=has_aux)(params, *batch)
-            return (gradients, *value) if has_aux else (gradients, value, None)
+            gradients, value = grad_and_value(f, has_aux=with_aux)(params, *batch)
+            return (gradients, *value, []) if with_aux else (gradients, value, None, [])
+        more, has_aux = loss_arguments(self.requests, leaves), with_aux or self.passes_more
 
         def call(*args: PyTree) -> tuple[Any, SpecTree]:
             result = f.run(*args)
@@ -139,8 +157,15 @@ class _StepOnShards:
                 value = each.loss(value, held)
             return (value, result), (P(owner=owners_of(f.layout)), f.results)
 
-        gradients, (_, value) = grad_and_value(LocalFunction(call, f.layout, f.name), has_aux=True)(params, *batch)
-        return (gradients, *value) if has_aux else (gradients, value, None)
+        local = LocalFunction(call, f.layout, f.name)
+        gradients, (_, result) = grad_and_value(local, has_aux=True)(params, *more, *batch)
+        value, aux = result if has_aux else (result, None)
+        if not more:
+            return gradients, value, aux, list(leaves)
+        new, specs = (aux[0], f.results[1][0]) if with_aux else (aux, f.results[1])
+        pairs = zip(self.requests, leaves, strict=True)
+        after = [each.returned(new, specs, held) if each.passed else held for each, held in pairs]
+        return gradients, value, aux[1] if with_aux else None, after
 
     def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, torch.Tensor | None]:
         """Return the gradients of the update, summed over ranks and clipped, and their norm."""

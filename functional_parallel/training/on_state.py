@@ -37,7 +37,7 @@ class StateFunction:
         self.f.layout.mesh(train.mesh)
         refuse_asynchronous(self.f, train.mesh)
         _require_alike_pipelines(self.f, train.f)
-        self.batches = BatchInputs(self.f, train.mesh, batch == "own")
+        self.batches = BatchInputs(self.f, train.mesh, batch == "own", train.passed)
         self.program: Program | PipelineProgram | None = None
         self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
 
@@ -82,16 +82,17 @@ class StateFunction:
         self.program = lowered.program
         return lowered
 
-    def _taken(self, form: StateLayout, leaves: Sequence[Any]) -> PyTree:
-        """Return the tree that the program takes, from the leaves of a state: the parameters, or their averages."""
+    def _taken(self, form: StateLayout, leaves: Sequence[Any]) -> tuple[PyTree, ...]:
+        """Return the arguments before the batch, from the leaves of a state: parameters, or averages, and buffers."""
         params, state = form.trees(list(leaves))
-        return self.train.average(self.train.split(state)[0]) if self.ema else params
+        params, *more = self.train.arguments(params, state)
+        return (self.train.average(self.train.split(state)[0]) if self.ema else params, *more)
 
     def _trace(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
         held = self.train.shapes(form, state)
         params, places = self._own_layers(held[0]), form.places
         batch = self.batches.global_shapes(params, batch)
-        kept, specs = form.params.unflatten(form.specs[: form.params.num_leaves]), self._taken(form, form.specs)
+        kept, specs = form.params.unflatten(form.specs[: form.params.num_leaves]), self._taken(form, form.specs)[0]
         compute = self._compute_specs(params, kept)
 
         def call(taken: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
@@ -108,7 +109,7 @@ class StateFunction:
         given = self.train.options
         backend = "inductor" if given.backend.startswith("inductor") else "eager"  # a graph would copy the parameters
         options = Options(bucket=given.bucket, without=given.without, backend=backend)
-        return lower(local, self.train.mesh, (taken, *batch), name=self.f.name, options=options)
+        return lower(local, self.train.mesh, (*taken, *batch), name=self.f.name, options=options)
 
     def _own_layers(self, params: PyTree) -> PyTree:
         """Return the parameters, after a check that the function's plan has the same stacks of layers as the step's."""

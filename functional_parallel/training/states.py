@@ -26,7 +26,15 @@ from ..ir import (
 )
 from ..optim import EMAState, Optimizer, tree_map_params
 from ..pipelines import PipelineProgram, stacks_of
-from ..requests import ReplicaState, StateRequest, converted_state, split_state, state_requests, with_leaves
+from ..requests import (
+    ReplicaState,
+    StateRequest,
+    converted_state,
+    loss_arguments,
+    split_state,
+    state_requests,
+    with_leaves,
+)
 from ..runtime import Runtime, copy_if_aliased, runtime_kind_of, runtime_of, storages
 from ..tracing import disable_ambient_modes
 from .batches import BatchInputs, check_same
@@ -51,8 +59,9 @@ class StateManager(ABC):
         self.f = f if isinstance(f, LocalFunction) else as_local_function(f)
         self.optimizer, self.mesh, self.options = optimizer, mesh, options
         self.f.layout.mesh(mesh)  # raises if an axis of the plan is missing
-        self.batches = BatchInputs(self.f, mesh, options.batch == "own")
         self.requests = state_requests(self.f.layout)
+        self.passed = loss_arguments(self.requests, [None] * len(self.requests))
+        self.batches = BatchInputs(self.f, mesh, options.batch == "own", self.passed)
         self.stacks = stacks_of(self.f.layout)
         self.replicas = replicas_of(self.f.layout, options.has_aux)
         self._forms: dict[Any, StateLayout] = {}
@@ -293,6 +302,17 @@ class StateManager(ABC):
             f"train_step: ema=True takes the average of the parameters, and {why}: give train_step "
             "fp.optim.ema(optimizer, decay), around the optimizer of all parameters, without replicas"
         )
+
+    def arguments(self, params: PyTree, state: PyTree) -> tuple[PyTree, ...]:
+        """Return the arguments of a function of a state before the batch: parameters, and buffers if there are any."""
+        return (params, *loss_arguments(self.requests, split_state(state, self.requests)[1])) if self.passed else (params,)
+
+    def buffers(self, state: TrainState) -> dict[str, Any]:
+        """Return the full buffers of a state. Later steps do not change them. Every process must call it."""
+        _, *more = self.arguments(*self.whole(state))
+        if not more:
+            raise ValueError("this step has no buffers: fp.train_step(…, buffers=buffers) keeps them in its states")
+        return dict(more[0])
 
     def copy(self, state: TrainState) -> TrainState:
         """Copy a state into separate memory. Steps from the original do not donate the copy."""

@@ -16,14 +16,14 @@ from sharding_specs import Mesh
 
 from .. import random
 from ..checkpoint import Copies, Save, tree_to_json
-from ..functions import LocalFunction, PyTree, SpecTree, explain_keywords
+from ..functions import LocalFunction, PyTree, SpecTree, as_local_function, explain_keywords
 from ..ir import leaf_signature, scalar_beside, with_short_tracebacks
 from ..lowering import ArgumentPaths, Lowered, lower
 from ..optim import Optimizer, counted_on_host, rates
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
-from ..requests import flat_update
+from ..requests import Buffers, flat_update
 from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_device
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
@@ -58,6 +58,7 @@ def train_step(
     nonfinite: str = "error",
     without: Collection[str] = (),
     backend: str = "eager",
+    buffers: dict[str, PyTree] | None = None,
 ) -> TrainStep:
     """Build a training step with gradient, clipping and optimizer, sharded by the plan.
 
@@ -95,6 +96,9 @@ def train_step(
             loss scale skips is legal. "continue" trains on.
         without: passes to switch off, one name or several, as listed by `program.passes`.
         backend: backend of the computation between collectives, "eager" or "inductor", as for `fp.compile`.
+        buffers: the first buffers, such as the running statistics of batch norms; a dict of tensors. They become a part
+            of the state, replicated: `loss(params, buffers, *batch) -> (scalar, new_buffers)`, or
+            `(scalar, (new_buffers, aux))` with `has_aux`. A step that a loss scale skips keeps the new ones.
 
     Returns:
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
@@ -104,7 +108,10 @@ def train_step(
     options = StepOptions(
         bucket, pass_names(without), backend, donate, reduction, clip, seed, has_aux, batch=batch, nonfinite=nonfinite
     )
-    return TrainStep(plan(loss) if plan is not None else loss, optimizer, mesh, options)
+    f = plan(loss) if plan is not None else loss
+    if buffers is not None:
+        f = (f if isinstance(f, LocalFunction) else as_local_function(f)).requesting(Buffers(buffers))
+    return TrainStep(f, optimizer, mesh, options)
 
 
 _DEFAULTS = StepOptions(bucket="auto", donate=True)

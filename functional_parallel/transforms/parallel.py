@@ -25,6 +25,7 @@ from sharding_specs.rules import nearest
 
 from ..functions import (
     STACK_DIM,
+    BufferTree,
     Layout,
     LocalFunction,
     PyTree,
@@ -438,7 +439,12 @@ def _only(specs: SpecTree, axis: str, who: str) -> SpecTree:
 
 
 def batch_arg_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
-    """Return specs of the arguments after the parameters. The list is empty if only the parameters are known."""
+    """Return specs of the arguments after the parameters. The list is empty if only the parameters are known.
+
+    Buffers after the parameters are replicated. `batch` does not count them.
+    """
+    if len(args) > 1 and isinstance(args[1], BufferTree):
+        return [P(), *batch_arg_specs((args[0], *args[2:]), batch, default)]
     if isinstance(batch, tuple):
         if len(args) > 1 and len(batch) != len(args) - 1:
             raise SpecError(

@@ -14,7 +14,7 @@ from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
 from ...errors import OrderError
-from ...functions import LocalFunction, PyTree, Request, SpecTree, as_local_function, explain_keywords
+from ...functions import BufferTree, LocalFunction, PyTree, Request, SpecTree, as_local_function, explain_keywords
 from ...ir import Source, at_source, current_source
 from ...passes import CastBeforeGather, ReduceDtype, WidenedAndNarrowed
 from ...requests import LossScale, Masters, Order, RunPass, ScaleLoss, StoredType, SummedApart
@@ -97,7 +97,9 @@ def mixed_precision(
             source = current_source() or Source("", 0, "", "")
             with at_source(replace(source, casts_parameters=True)):  # passes identify gradients of parameters by it
                 leaves, kept = _cast(first, dtype, (*keep, *STATISTICS))
-            batch, statistics = _cast(batch, entering, STATISTICS)
+            into = [None if isinstance(arg, BufferTree) else entering for arg in batch]
+            cast_args = [_cast(arg, narrow, STATISTICS) for arg, narrow in zip(batch, into, strict=True)]
+            batch, statistics = tuple(arg for arg, _ in cast_args), [x for _, found in cast_args for x in found]
             with PrecisionMode(dtype, [*kept, *statistics], further):
                 result = inner.run(leaves, *batch)
             wide = optree.tree_map(lambda x: x.float() if is_floating(x) and x.dtype == dtype else x, result)
