@@ -5,7 +5,7 @@ The batch counts as ranks × microbatches × samples. Split over the ranks, its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,49 +38,40 @@ class BatchSplit:
                 f"{self.microbatches} microbatches, which have statistics of their own; give a batch that does, or "
                 'take those of all ranks: fp.prepare(…, statistics="all")'
             )
-        return x.unflatten(0, (self.ranks, self.microbatches, samples))
-
-
-def weights_of(momentum: float, split: BatchSplit) -> list[float]:
-    """Return the weight of each microbatch in a running average that takes one after the other."""
-    return [momentum * (1 - momentum) ** later for later in reversed(range(split.microbatches))]
+        return x.reshape(self.ranks, self.microbatches, samples, *x.shape[1:])
 
 
 def batch_norm_of_groups(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
     split: BatchSplit,
-    weights: Sequence[float | Tensor],
-    eps: float,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
 ) -> Tensor:
-    """Compute batch norm in training from statistics of each group. The running ones are those of the first rank.
+    """Compute `F.batch_norm` in training from statistics of each group. The running ones follow the first rank.
 
-    `weights` has the weight of each microbatch in the running statistics. What is left is the weight of the old ones.
+    A momentum that is a tensor is the weight of each microbatch, else they follow one after the other.
     """
     x = split.of(input if input.dtype.itemsize >= 4 else input.float())
     dims = [*([0] if split.over_ranks else []), 2, *range(4, x.ndim)]
     mean = x.mean(dims, keepdim=True)
     centred = x - mean
     variance = (centred * centred).mean(dims, keepdim=True)
-    if running_mean is not None and running_var is not None:
-        count = x.numel() * (1 if split.over_ranks else 1 / split.ranks) / (split.microbatches * x.shape[3])
-        _update(running_mean, mean, split, weights)
-        _update(running_var, variance * (count / max(count - 1, 1)), split, weights)
     result = centred * torch.rsqrt(variance + eps)
+    if running_mean is not None and running_var is not None:
+        count, later = math.prod(x.shape[dim] for dim in dims), range(split.microbatches - 1, -1, -1)
+        found = torch.stack([mean, variance * (count / max(count - 1, 1))]).detach().flatten(3)
+        weights = [momentum if isinstance(momentum, Tensor) else momentum * (1 - momentum) ** n for n in later]
+        of_each = torch.stack([torch.as_tensor(each, dtype=x.dtype, device=x.device) for each in weights])
+        first = (torch.arange(found.shape[1], device=x.device) == 0).to(x.dtype).unsqueeze(1)
+        new = (found * (first * of_each).unsqueeze(-1)).sum((1, 2))  # one sum over the ranks
+        updated = torch.stack([running_mean, running_var]) * (1 - of_each.sum()) + new
+        running_mean.copy_(updated[0])
+        running_var.copy_(updated[1])
     shape = [-1] + [1] * (x.ndim - 4)
     result = result * weight.reshape(shape) if weight is not None else result
     result = result + bias.reshape(shape) if bias is not None else result
     return result.flatten(0, 2).to(input.dtype)
-
-
-def _update(running: Tensor, found: Tensor, split: BatchSplit, weights: Sequence[float | Tensor]) -> None:
-    """Add the weighted statistics of the microbatches of the first rank, of shape (ranks, microbatches, …)."""
-    of_each = torch.stack([torch.as_tensor(weight, dtype=running.dtype, device=running.device) for weight in weights])
-    first = torch.zeros(found.shape[0], 1, dtype=running.dtype, device=running.device)
-    first[0] = 1
-    found = found.detach().to(running.dtype).reshape(*found.shape[:2], -1)
-    new = (found * (first * of_each).unsqueeze(-1)).sum((0, 1))
-    running.copy_(running * (1 - of_each.sum()) + new)

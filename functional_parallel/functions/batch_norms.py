@@ -9,7 +9,8 @@ With a `BatchSplit`, the statistics are those that torch computes on ranks: see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch
 from ..rules import batch_norm
 from ..tracing import recorder
-from .batch_groups import BatchSplit, batch_norm_of_groups, weights_of
+from .batch_groups import BatchSplit, batch_norm_of_groups
 
 _CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
@@ -65,34 +66,23 @@ def _inside() -> list[BatchSplit | None]:
 class _OfGroups(TorchFunctionMode):
     """Mode that computes `F.batch_norm` in training from the statistics of groups of the batch."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is functional.batch_norm:
-            return _of_groups(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        split, given = _inside()[-1], kwargs or {}
+        if func is functional.batch_norm and split is not None and not split.is_whole:
+            given = dict(zip(_ARGUMENTS, args, strict=False)) | given
+            if given.pop("training", False):
+                return batch_norm_of_groups(split, **given)
+            args = ()
+        return func(*args, **given)
 
 
-def _of_groups(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    split, statistics = _inside()[-1], (running_mean, running_var)
-    if split is None or not training or split.is_whole:
-        return functional.batch_norm(input, *statistics, weight, bias, training, momentum, eps)
-    return batch_norm_of_groups(input, *statistics, weight, bias, split, weights_of(momentum, split), eps)
+_ARGUMENTS = tuple(inspect.signature(functional.batch_norm).parameters)
 
 
 def _forward(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     if not _inside():
         return _synchronised(module, input) if isinstance(module, nn.SyncBatchNorm) else _torchs(module, input)
-    split = _inside()[-1]
+    split = _inside()[-1] if module.training else None
     if split is not None and isinstance(module, nn.SyncBatchNorm):
         split = split.synchronised()
     with _torch.pushed(_inside(), split):
@@ -110,11 +100,11 @@ def _averaged(module: _BatchNorm, input: torch.Tensor, split: BatchSplit | None)
     assert module.num_batches_tracked is not None and module.running_mean is not None
     module.num_batches_tracked.add_(1 if split is None else split.microbatches)
     factor: Any = 1 / module.num_batches_tracked.to(module.running_mean.dtype)
-    arguments = (input, module.running_mean, module.running_var, module.weight, module.bias)
+    statistics, scales = (module.running_mean, module.running_var), (module.weight, module.bias)
     if split is None or split.is_whole:
-        result: torch.Tensor = batch_norm(*arguments, True, factor, module.eps)
+        result: torch.Tensor = batch_norm(input, *statistics, *scales, True, factor, module.eps)
         return result
-    return batch_norm_of_groups(*arguments, split, [factor] * split.microbatches, module.eps)
+    return batch_norm_of_groups(split, input, *statistics, *scales, factor, module.eps)
 
 
 _forwards = _torch.Replacement(*((each, "forward", _forward) for each in _CLASSES))

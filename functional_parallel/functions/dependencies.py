@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ class Dependencies:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._name = module, type(module).__name__
         self._latest: Snapshot | None = None
+        self._passed: frozenset[str] = frozenset()  # names of the tensors that are arguments
         self._written = {  # attributes that a forward changes; those of RNNs follow their parameters
             f"{path}.{name}".lstrip(".")
             for path, each in module.named_modules()
@@ -41,9 +42,15 @@ class Dependencies:
         self._warned: set[str] = set()
 
     @contextmanager
-    def recorded(self, params: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Record the dependencies of the current trace, and report side effects of the forward called inside."""
+    def recorded(self, passed: Mapping[str, torch.Tensor], trained: Collection[str]) -> Iterator[None]:
+        """Record the dependencies of the current trace, and report side effects of the forward called inside.
+
+        `passed` are the tensors that are arguments, of which the forward may write all that are not `trained`.
+        """
         require_no_gradient_hooks(self._module, self._name)
+        params = {name: passed[name] for name in trained if name in passed}
+        if self._passed != passed.keys():
+            self._latest, self._passed = None, frozenset(passed)
         versions = {name: _versions([each]) for name, each in params.items()}
         before = self._latest if self._latest is not None and self._latest.holds() else self._snapshot()
         hooks = _Hooks(self._module)
@@ -68,10 +75,10 @@ class Dependencies:
         assume(self._latest.holds, self._latest.__str__)
 
     def _snapshot(self) -> Snapshot:
-        """Return a snapshot of everything that a trace freezes. Trained parameters are arguments."""
+        """Return a snapshot of everything that a trace freezes, which arguments are not."""
         modules = [*self._module.modules()]
-        tensors = {id(each): each for each in (*self._module.parameters(), *self._module.buffers())}
-        constants = [each for each in tensors.values() if not each.requires_grad]
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        constants = [each for name, each in named if name not in self._passed and not each.requires_grad]
         hooks = (*_torch.forward_hooks(self._module), *_torch.gradient_hooks(self._module))
         roots: list[tuple[str, Mapping[Any, Any]]] = [*_attributes_of(self._module), *_classes_of(self._module)]
         roots += [(f"hooks of {path or 'the module'}", each) for path, _, each in hooks]

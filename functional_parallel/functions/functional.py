@@ -84,9 +84,9 @@ def functional(
         return {name: tensor.detach() for name, tensor in held if name not in params}
 
     def run(tensors: Tensors, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        trained = {name: tensor for name, tensor in tensors.items() if name in params}
+        passed = dict(tensors)
         tensors.update((name, tensor) for name, tensor in constants().items() if name not in tensors)
-        with norms(), dependencies.recorded(trained) if is_kept() else nullcontext():
+        with norms(), dependencies.recorded(passed, params) if is_kept() else nullcontext():
             return torch.func.functional_call(module, tensors, args, kwargs)
 
     def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -33,9 +33,10 @@ class Habits:
         self._options = self._options_now()
         self._schedulers = Snapshot(_attributes_of(scheduler, "scheduler"))
 
-    def require_same(self) -> None:
-        """Refuse changes that a compiled step cannot follow."""
-        if not self._structure.holds():
+    def require_same(self) -> bool:
+        """Refuse changes that a compiled step cannot follow. Return whether the module has the same tensors."""
+        is_same = self._structure.holds()
+        if not is_same:
             self._require_same_parameters()
             self._structure = self._names()
         if self._flags_now() != self._flags:
@@ -46,10 +47,11 @@ class Habits:
             require_fresh(self._optimizer)
             if self._options_now() != self._options:
                 self._require_same_options()
+        return is_same
 
     def _names(self) -> Snapshot:
-        modules = [*self._module.named_modules()]
-        return Snapshot([*((p, m._parameters) for p, m in modules), *((p, m._modules) for p, m in modules)])
+        kinds = ("_parameters", "_buffers", "_modules")
+        return Snapshot([(path, vars(each)[kind]) for path, each in self._module.named_modules() for kind in kinds])
 
     def _flags_now(self) -> list[tuple[Any, ...]]:
         return [*map(_torch.flags_of_parameter, self._parameters.values())]

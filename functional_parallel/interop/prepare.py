@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
+from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -13,9 +15,10 @@ from torch import nn
 from sharding_specs import Mesh
 
 from ..errors import SideEffectError
-from ..functions import functional, require_no_gradient_hooks
+from ..functions import BatchSplit, functional, layout_of, require_no_gradient_hooks
 from ..optim import Optimizer, Schedule
 from ..optim import ema as averaged
+from ..requests import Buffers, DataAxis, owners_of, split_state, with_leaves
 from ..runtime import world_size
 from ..training import Metrics, TrainStep, train_step
 from ..transforms import data_parallel
@@ -24,6 +27,7 @@ from .torch_optimizers import rates_of, translated
 from .writes import Writes
 
 Model = Callable[..., Any]
+Tensors = dict[str, torch.Tensor]
 Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -37,6 +41,7 @@ def prepare(
     plan: Plan | None = None,
     scheduler_every: int = 1,
     ema: Schedule | None = None,
+    statistics: str = "rank",
     **options: Any,
 ) -> PreparedStep:
     """Turn the parts of a training loop into one step that replaces forward, backward, clipping and updates.
@@ -71,23 +76,30 @@ def prepare(
         scheduler_every: number of updates per step of the scheduler: the length of an epoch, if the script steps it
             once per epoch.
         ema: decay of an average of the parameters, as for `fp.optim.ema`, for `step.module(ema=True)`.
+        statistics: the samples by which a batch norm in training normalises. "rank" is as in torch: those of the rank's
+            microbatch, and for `nn.SyncBatchNorm` those of the microbatch of all ranks. "all" is the second for every
+            batch norm. Running statistics are those of rank 0, or of all.
         options: options of `train_step`, such as `clip`, `seed` and `batch`.
 
     Returns:
-        The step: `value = step(*batch)`.
+        The step: `value = step(*batch)`. The buffers in the module's `state_dict` are a part of its state. Batch norms
+        update theirs once per microbatch, and other modules once per step. Buffers that are not persistent are
+        constants.
 
     Raises:
         TypeError: for a module, optimizer or scheduler that is none, or that has no counterpart here.
         ValueError: for an option of the optimizer without counterpart, an optimizer that has made steps, a scheduler
-            that reads the loss, and a module whose buffers change in training.
+            that reads the loss, and unknown `statistics`. When called, for a batch norm of a batch that does not divide
+            by ranks and microbatches, and a forward that writes a buffer that is not persistent.
         SideEffectError: for hooks on gradients or on steps. A step raises it if the module or the optimizer was changed
             in a way that it cannot follow.
     """
     if mesh is None:
         mesh, plan = Mesh(data=world_size()), plan or data_parallel("data")
-    fn, params = functional(module)
     require_no_gradient_hooks(module, f"prepare: {type(module).__name__}")
-    _require_fixed_buffers(module)
+    fn, params, every = functional(module, buffers=True, groups=_split(mesh, plan, statistics))
+    saved = module.state_dict()
+    buffers = {name: buffer for name, buffer in every.items() if name in saved}
     if isinstance(optimizer, Optimizer):
         if scheduler is not None:
             raise TypeError("prepare: an optimizer of fp.optim takes its schedule as its rate; leave out the scheduler")
@@ -95,8 +107,24 @@ def prepare(
     else:
         own = translated(optimizer, module, rates_of(scheduler, optimizer, scheduler_every))
     own = own if ema is None else averaged(own, ema)
-    train = train_step(_of_params(loss, fn, "loss"), own, mesh, plan, **options)
+    of_params = _of_params(loss, fn, "loss", bool(buffers), options.get("has_aux", False))
+    train = train_step(of_params, own, mesh, plan, buffers=buffers or None, **options)
     return PreparedStep(module, fn, train, params, plan, Habits(module, params, optimizer, scheduler))
+
+
+def _split(mesh: Mesh, plan: Plan | None, statistics: str) -> BatchSplit:
+    """Return the groups of the batch by whose statistics batch norms normalise."""
+    if statistics not in ("rank", "all"):
+        raise ValueError(f"prepare(statistics={statistics!r}): it is 'rank', as in torch, or 'all'")
+    layout = layout_of(_nothing if plan is None else plan(_nothing))
+    layout.mesh(mesh)  # raises if an axis of the plan is missing
+    axes = {*(each.axis for each in layout.all(DataAxis)), *owners_of(layout)}
+    ranks = prod(mesh.axis_size(axis) for axis in axes)
+    return BatchSplit(ranks, prod(layout.virtual_sizes(mesh).values()), statistics == "all")
+
+
+def _nothing(params: Any) -> None:
+    """Function to which a plan is applied for its requests."""
 
 
 class PreparedStep:
@@ -114,8 +142,9 @@ class PreparedStep:
         self.train, self.state = train, train.init(params)
         self.metrics: Metrics | None = None
         self._module, self._fn, self._plan, self._habits = module, fn, plan, habits
-        named = dict(module.named_parameters())
-        self._writes, self._in_module = Writes({name: named[name] for name in params}), self.state
+        held = (name for each in train.arguments(*train.shapes(self.state.form, self.state)) for name in each)
+        named = dict(_tensors(module))
+        self._writes, self._in_module = Writes({name: named[name] for name in held}), self.state
         self._has_refused = False  # values that were written into the module, which `module` then overwrites
 
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
@@ -125,15 +154,15 @@ class PreparedStep:
         return self.metrics.loss
 
     def module(self, *, ema: bool = False) -> nn.Module:
-        """Write the current parameters into the module, on every process, and return it.
+        """Write the current parameters and buffers into the module, on every process, and return it.
 
         Args:
             ema: whether to return a copy of the module with the average of the parameters instead.
         """
         self._follow(overwrites=not ema)
-        current = self.train.params(self.state, ema=ema)
+        current = dict(ChainMap(*self.train.arguments(*self.train.whole(self.state))))
         if ema:
-            return _filled(deepcopy(self._module), current)
+            return _filled(deepcopy(self._module), {**current, **self.train.params(self.state, ema=True)})
         self._writes.release()
         _filled(self._module, current)
         self._writes.arm()
@@ -142,27 +171,38 @@ class PreparedStep:
 
     def _follow(self, *, overwrites: bool = False) -> None:
         """Take over values that were written into the module, and refuse other changes of it or its optimizer."""
-        self._habits.require_same()
+        if not self._habits.require_same():
+            self._writes.follow(dict(_tensors(self._module)))
         written = self._writes.found()
         if not written or (overwrites and self._has_refused):
             return
-        if self.state is not self._in_module:
+        params, state = self.train.whole(self.state)
+        held = dict(ChainMap(*self.train.arguments(params, state)))
+        is_current = self.state is self._in_module
+        late = [name for name in written if not (is_current or self._writes.had(name, held[name]))]
+        if late:
             self._has_refused = True
             raise SideEffectError(
-                f"prepare: values were written into {', '.join(written)} of {type(self._module).__name__}, which had "
-                f"the parameters of an earlier step, not of step {self.state.step}: call step.module() first, which "
-                "writes the current parameters into the module, and write then. To continue from a saved state, use "
+                f"prepare: values were written into {', '.join(late)} of {type(self._module).__name__}, which had the "
+                f"values of an earlier step, not of step {self.state.step}: call step.module() first, which writes the "
+                "current ones into the module, and write then. To continue from a saved state, use "
                 "step.state = step.train.load(…) or step.train.restore(…)"
             )
-        params, state = self.train.whole(self.state)
         for name, value in written.items():
             for kind in ("dtype", "shape", "device"):
-                if getattr(value, kind) != getattr(params[name], kind):
+                if getattr(value, kind) != getattr(held[name], kind):
                     raise SideEffectError(
                         f"prepare: {name} of {type(self._module).__name__} has the {kind} {getattr(value, kind)}, and "
-                        f"the step has {getattr(params[name], kind)}: change it before fp.prepare"
+                        f"the step has {getattr(held[name], kind)}: change it before fp.prepare"
                     )
-        self.state = self._in_module = self.train.load({**params, **written}, state, self.state.step)
+        optimizer_state, leaves = split_state(state, self.train.requests)
+        leaves = [
+            {name: written.get(name, old) for name, old in tree.items()} if isinstance(each, Buffers) else tree
+            for each, tree in zip(self.train.requests, leaves, strict=True)
+        ]
+        params = {name: written.get(name, old) for name, old in params.items()}
+        self.state = self.train.load(params, with_leaves(optimizer_state, self.train.requests, leaves), self.state.step)
+        self._in_module = self.state if is_current else self._in_module
         self._writes.arm()
 
     def eval(self, f: Callable[..., Any], *, batch: str | None = None, ema: bool = False) -> Callable[..., Any]:
@@ -185,7 +225,7 @@ class PreparedStep:
         Returns:
             `evaluate(*batch)`, of the current parameters, with full tensors as results.
         """
-        of_params = _of_params(f, self._fn, "f")
+        of_params = _of_params(f, self._fn, "f", bool(self.train.passed))
         compiled = self.train.compile(of_params if self._plan is None else self._plan(of_params), batch=batch, ema=ema)
 
         def evaluate(*batch: Any, **named: Any) -> Any:
@@ -204,34 +244,45 @@ class PreparedStep:
         return f"prepare({type(self._module).__name__}, {self.train!r})"
 
 
-def _filled(module: nn.Module, current: dict[str, torch.Tensor]) -> nn.Module:
-    """Write parameters into a module, and return it."""
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def _filled(module: nn.Module, current: Tensors) -> nn.Module:
+    """Write parameters and buffers into a module, and return it."""
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, tensor in _tensors(module):
             if name in current:
-                parameter.copy_(current[name])
+                tensor.copy_(current[name])
     return module
 
 
-def _of_params(f: Callable[..., Any], fn: Model, name: str) -> Callable[..., Any]:
-    """Return `f(model, *batch)` as a function of the parameters and the batch."""
+class _Model:
+    """The module with the buffers that its calls have changed so far."""
 
-    def of_params(params: dict[str, torch.Tensor], /, *batch: Any, **named: Any) -> Any:
-        return f(partial(fn, params), *batch, **named)
+    def __init__(self, fn: Model, params: Tensors, buffers: Tensors) -> None:
+        self.fn, self.params, self.buffers = fn, params, buffers
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        result, self.buffers = self.fn(self.params, self.buffers, *args, **named)
+        return result
+
+
+def _of_params(
+    f: Callable[..., Any], fn: Model, name: str, buffered: bool, has_aux: bool | None = None
+) -> Callable[..., Any]:
+    """Return `f(model, *batch)` as a function of the parameters, the buffers if there are any, and the batch.
+
+    With `has_aux`, or False, it returns the new buffers too, as a loss does.
+    """
+
+    def of_params(params: Tensors, /, *batch: Any, **named: Any) -> Any:
+        buffers, batch = (batch[0], batch[1:]) if buffered else ({}, batch)
+        model = _Model(fn, params, buffers)
+        result = f(model, *batch, **named)
+        if not buffered or has_aux is None:
+            return result
+        return (result[0], (model.buffers, result[1])) if has_aux else (result, model.buffers)
 
     of_params.__name__ = getattr(f, "__name__", name)
     return of_params
-
-
-def _require_fixed_buffers(module: nn.Module) -> None:
-    changing = [
-        path or "the module"
-        for path, each in module.named_modules()
-        if each.training and getattr(each, "running_mean", None) is not None
-    ]
-    if changing:
-        raise ValueError(
-            f"prepare: {', '.join(changing[:4])}{' …' if len(changing) > 4 else ''} updates running statistics in its "
-            "forward, and a step keeps buffers fixed. Put these modules in the mode eval, or make them with "
-            "track_running_stats=False; or write the step with fp.functional(module, buffers=True) and has_aux=True"
-        )

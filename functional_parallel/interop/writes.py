@@ -1,4 +1,4 @@
-"""Writes to the parameters of a module, found per call without reading them."""
+"""Writes to the parameters and buffers of a module, found per call without reading them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ class Writes:
         unshared = {name: self._parameters[name] for name, clone in self._clones.items() if clone is None}
         self._sums = {name: checksum(each) for name, each in unshared.items() if each.device.type == "cpu"}
         self._marks = self._now()
+
+    def follow(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Watch the tensors that have these names now, against the old values."""
+        self._parameters = {name: named.get(name, each) for name, each in self._parameters.items()}
+        self._tensors = [*self._parameters.values()]
+
+    def had(self, name: str, value: torch.Tensor) -> bool:
+        """Whether the old value of a tensor is known to be this one."""
+        clone = self._clones.get(name)
+        return clone is not None and clone.device == value.device and torch.equal(clone, value)
 
     def release(self) -> None:
         """Forget the old values, so that a write stays in the memory of the parameter."""

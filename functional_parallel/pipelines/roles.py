@@ -151,7 +151,10 @@ def is_view(node: fx.Node) -> bool:
 def _why_all(barrier: fx.Node, wanted: bool) -> str:
     """Return the name of the op that needs all microbatches at the same time, with advice."""
     op = _meant(barrier)
-    fix = "normalise within groups of a microbatch's samples, x.unflatten(0, (groups, -1)), or use fp.accumulate"
+    fix = (
+        "normalise within groups of a microbatch's samples, by fp.functional(module, buffers=True, groups=(ranks, "
+        "microbatches)) or x.unflatten(0, (groups, -1)), or use fp.accumulate"
+    )
     if primitive_name(barrier) == "all_gather" and lookup(op.target) is None and not info(op).backward:
         fix = f"it has no sharding rule: give it one with fp.register_rule({op.target}, '… -> …'), or use fp.accumulate"
     elif not wanted:

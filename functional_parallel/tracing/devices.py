@@ -47,7 +47,7 @@ def _to(x: torch.Tensor, *args: Any, **kwargs: Any) -> Replaced:
     named = kwargs.get("device", args[0] if args and isinstance(args[0], Device) else None)
     device = _missing(named)
     if device is None:
-        return NotImplemented  # type: ignore[no-any-return]
+        return NotImplemented
     rest = {name: value for name, value in kwargs.items() if name != "device"}
     moved: torch.Tensor = x.to(device, *(args if "device" in kwargs else args[1:]), **rest)
     return moved

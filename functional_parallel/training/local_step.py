@@ -152,6 +152,9 @@ class _StepOnShards:
 
         def call(*args: PyTree) -> tuple[Any, SpecTree]:
             result = f.run(*args)
+            if more and not (_is_pair(result) and (not with_aux or _is_pair(result[1]))):
+                what = "(value, (new buffers, aux))" if with_aux else "(value, new buffers)"
+                raise ValueError(f"train_step(buffers=…): {f.name} must return {what}, not {type(result).__name__}")
             value = result[0] if has_aux else result
             for each, held in zip(self.requests, leaves, strict=True):
                 value = each.loss(value, held)
@@ -159,13 +162,14 @@ class _StepOnShards:
 
         local = LocalFunction(call, f.layout, f.name)
         gradients, (_, result) = grad_and_value(local, has_aux=True)(params, *more, *batch)
-        value, aux = result if has_aux else (result, None)
+        parts: Any = (result, f.results) if has_aux else ((result, None), (None, None))
+        (value, aux), (_, specs) = parts
         if not more:
             return gradients, value, aux, list(leaves)
-        new, specs = (aux[0], f.results[1][0]) if with_aux else (aux, f.results[1])
+        (new, aux), (specs, _) = (aux, specs) if with_aux else ((aux, None), (specs, None))
         pairs = zip(self.requests, leaves, strict=True)
         after = [each.returned(new, specs, held) if each.passed else held for each, held in pairs]
-        return gradients, value, aux[1] if with_aux else None, after
+        return gradients, value, aux, after
 
     def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, torch.Tensor | None]:
         """Return the gradients of the update, summed over ranks and clipped, and their norm."""
@@ -211,3 +215,7 @@ def _norm(gradients: PyTree, places: StepLayout) -> torch.Tensor:
         return global_norm(gradients, places.counted, places.owners)
     parts = optree.tree_map(shard_for_update, gradients, places.counted, places.update, none_is_leaf=True)
     return global_norm(parts, places.counted)
+
+
+def _is_pair(result: PyTree) -> bool:
+    return isinstance(result, tuple) and len(result) == 2

@@ -305,7 +305,7 @@ class _Restore:
             used.add(old)
             if old:
                 problems += self._differences(leaf, known[old], is_rounded or old in left_out)
-            elif not (self.options.partial or leaf.key.startswith("~")):
+            elif not (self.options.partial or self._is_optional(leaf.key)):
                 problems.append(f"{leaf}: the checkpoint does not have it")
             if old in held:
                 found.append(replace(leaf, key=held[old].key))
@@ -322,6 +322,10 @@ class _Restore:
                 "resize={path: 'zeros'} with like=… those of another size"
             )
         return found
+
+    def _is_optional(self, key: str) -> bool:
+        """Whether the leaf is one of a request, which makes it at the start."""
+        return any(each.optional and key.startswith(f"~{type(each).__name__}/") for each in self.manager.requests)
 
     def _differences(self, leaf: LeafLayout, saved: LeafLayout | LeafInfo, any_dtype: bool) -> Iterator[str]:
         is_resized = self.resize.rule(leaf) is not None and len(saved.shape) == len(leaf.shape)

@@ -135,10 +135,10 @@ class StateManager(ABC):
     def _compared(self, name: str, form: StateLayout, leaves: list[Any], made: Made) -> TrainState:
         """Shard each leaf when it is made, check that the parameters are equal on all ranks, and return the state."""
         runtime = self.runtime()
-        count = form.params.num_leaves
-        params = {index: leaf for index, leaf in enumerate(leaves[:count]) if isinstance(leaf, torch.Tensor)}
-        every = tree_paths(form.params.unflatten(range(count)))
-        paths = [every[index] or "parameters" for index in params]
+        compared = self.arguments(*form.trees(list(range(len(leaves)))))
+        indices = zip(tree_paths(compared), optree.tree_leaves(compared), strict=True)
+        every = {index: path.partition("/")[2] for path, index in indices if isinstance(leaves[index], torch.Tensor)}
+        params, paths = {index: leaves[index] for index in every}, [path or "parameters" for path in every.values()]
         runtime.check_sums(name, paths, [str(leaf_signature(leaf)) for leaf in params.values()])
         _, state = form.trees(leaves)
         given = storages(*params.values(), *optree.tree_leaves(self.split(state)[1]))  # the caller's
@@ -305,7 +305,9 @@ class StateManager(ABC):
 
     def arguments(self, params: PyTree, state: PyTree) -> tuple[PyTree, ...]:
         """Return the arguments of a function of a state before the batch: parameters, and buffers if there are any."""
-        return (params, *loss_arguments(self.requests, split_state(state, self.requests)[1])) if self.passed else (params,)
+        return (
+            (params, *loss_arguments(self.requests, split_state(state, self.requests)[1])) if self.passed else (params,)
+        )
 
     def buffers(self, state: TrainState) -> dict[str, Any]:
         """Return the full buffers of a state. Later steps do not change them. Every process must call it."""

@@ -125,6 +125,11 @@ class TrainStep(StateManager):
         if flat_update(self.f.layout):
             require_elementwise(optimizer)
         if is_asynchronous(self.f.layout, mesh):  # its weights have versions
+            if self.passed:
+                raise ValueError(
+                    "train_step(buffers=…) with an asynchronous pipeline: an update begins before the last one has its "
+                    "buffers; take a synchronous schedule, or leave the buffers out"
+                )
             self.options = replace(options, donate=False)
         self.program: Program | PipelineProgram | None = None
         self._lowered: dict[tuple[StateLayout, bool], ProgramCache[Lowered]] = {}
