@@ -154,7 +154,7 @@ class _StepOnShards:
             result = f.run(*args)
             if more and not (_is_pair(result) and (not with_aux or _is_pair(result[1]))):
                 what = "(value, (new buffers, aux))" if with_aux else "(value, new buffers)"
-                raise ValueError(f"train_step(buffers=…): {f.name} must return {what}, not {type(result).__name__}")
+                raise ValueError(f"train_step(buffers=…): {f.name} must return {what}")
             value = result[0] if has_aux else result
             for each, held in zip(self.requests, leaves, strict=True):
                 value = each.loss(value, held)

@@ -260,8 +260,7 @@ def test_what_cannot_be_translated_is_refused() -> None:
     refused(ValueError, "Decays changes more than the learning rate", scheduler=lambda o: Decays(o, lambda n: 1.0))
     own = dict(optimizer=lambda _: fp.optim.adamw(1e-3))
     refused(TypeError, "leave out the scheduler", scheduler=lambda _: SCHEDULERS["cosine"](two_groups(net())), **own)
-    normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    refused(ValueError, "1 updates running statistics", module=normed, **own)
+    refused(ValueError, r"statistics='global'\): it is 'rank', as in torch, or 'all'", statistics="global", **own)
 
 
 def losses_on_processes(rank: int) -> list[float]:
