@@ -62,7 +62,10 @@ _SCRIPT = """\
 
 `examples/ddp_loop.py` trains with DDP, AdamW in two groups, a cosine schedule, clipping and accumulation.
 `examples/prepared_loop.py` is the same script with this library and ZeRO-1. The losses are the same to 1e-5
-(`tests/interop/test_prepare.py`)."""
+(`tests/interop/test_prepare.py`).
+
+`examples/ddp_resnet.py` and `examples/prepared_resnet.py` are another such pair: a ResNet with batch norm, evaluation
+and a checkpoint per epoch, in 15 changed lines (`tests/interop/test_ported_resnet.py`)."""
 
 
 _HABITS = """\

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import functional_parallel as fp
 
-from .checks import DATA, close, counts, first_loss, in_precision, same_loop, trains
-from .names import adamw, loss, mesh, params, plan, x, y
+from .checks import close, counts, first_loss, in_precision, same_loop, trains
+from .names import adamw, loss, loss_of, mesh, params, plan, x, y
 from .row import Row
 
 __all__ = ["LEFT", "ROWS"]
@@ -73,21 +73,16 @@ def one_reduction(plan: Any) -> bool:
     return counts(plan) == counts(fp.data_parallel("data"))
 
 
-def batch_norm_is_global(_: object) -> bool:
-    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    fn, weights, buffers = fp.functional(network, buffers=True)
-
-    def of(weights: Any, x: torch.Tensor, buffers: Any) -> torch.Tensor:
-        return fn(weights, buffers, x)[0].square().sum(0)[0]
-
-    step = fp.compile(fp.grad(fp.data_parallel("data")(of)), DATA)
-    return close(step(weights, x, buffers), torch.func.grad(of)(weights, x, buffers))
+def batch_norm_is_global(step: Any) -> bool:
+    return close(step(x, y), loss_of(nn.BatchNorm1d(4), x, y).detach())
 
 
-def buffers_are_state(found: Any) -> bool:
-    fn, weights, buffers = found
-    _, new = fn(weights, buffers, torch.ones(2, 4))
-    return sorted(new) == sorted(buffers)
+def buffers_are_state(step: Any) -> bool:
+    parts = zip(x.chunk(2), y.chunk(2), strict=True)
+    of_ranks = torch.stack([loss_of(nn.BatchNorm1d(4), *part) for part in parts])
+    step(x, y)
+    mean = step.train.buffers(step.state)["running_mean"]
+    return close(step.metrics.loss, of_ranks.mean().detach()) and close(mean, 0.1 * x[:4].mean(0))
 
 
 def pads(found: Any) -> bool:
@@ -152,15 +147,21 @@ ROWS = [
     ),
     Row(
         "DistributedDataParallel(module, broadcast_buffers=True)",
-        "fp.functional(nn.BatchNorm1d(4), buffers=True)",
+        "norm = nn.BatchNorm1d(4)\n"
+        "sgd = torch.optim.SGD(norm.parameters(), lr=0.1)\n"
+        "fp.prepare(norm, sgd, loss=loss_of, mesh=mesh, plan=plan)",
         buffers_are_state,
-        "Buffers are state that the function takes and returns. They are the same on all ranks.",
+        "Buffers are a part of the state, and so of checkpoints. A batch norm uses the samples of its rank, and "
+        "its running statistics are those of rank 0, as under DDP.",
     ),
     Row(
         "SyncBatchNorm.convert_sync_batchnorm(module)",
-        "",
+        "norm = nn.SyncBatchNorm(4)\n"
+        "sgd = torch.optim.SGD(norm.parameters(), lr=0.1)\n"
+        "fp.prepare(norm, sgd, loss=loss_of, mesh=mesh, plan=plan)",
         batch_norm_is_global,
-        "A batch norm uses the statistics of the global batch.",
+        'It works on CPUs too. `statistics="all"` does the same for modules that are not converted. Inside '
+        "`fp.functional` without `groups`, every batch norm uses the statistics of the global batch.",
     ),
     Row(
         "Join([model])",
