@@ -35,8 +35,8 @@ class BatchSplit:
         if rest or not samples:
             raise ValueError(
                 f"batch norm of an input of shape {tuple(x.shape)}: its dim 0 does not divide by {self.ranks} ranks × "
-                f"{self.microbatches} microbatches, which have statistics of their own; give a batch that does, or "
-                'take those of all ranks: fp.prepare(…, statistics="all")'
+                f"{self.microbatches} microbatches, which have separate statistics; give a batch that does, or "
+                "leave groups= out of fp.functional, for the statistics of the global batch"
             )
         return x.reshape(self.ranks, self.microbatches, samples, *x.shape[1:])
 

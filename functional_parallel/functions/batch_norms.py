@@ -55,7 +55,8 @@ def require_no_group(module: nn.Module) -> None:
 def as_batch_norms(split: BatchSplit | None = None) -> Iterator[None]:
     """Run the batch norms that this thread calls inside as plain ones over their input batch, or over its groups."""
     # Threads that are not inside still get torch's behaviour.
-    with _forwards.active(), _torch.pushed(_inside(), split), _OfGroups() if split is not None else nullcontext():
+    has_groups = split is not None and not split.is_whole
+    with _forwards.active(), _torch.pushed(_inside(), split), _OfGroups() if has_groups else nullcontext():
         yield
 
 
@@ -89,7 +90,7 @@ def _forward(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
         tracks = module.training and module.track_running_stats
         if tracks and module.momentum is None and (recorder() is not None or split is not None):
             return _averaged(module, input, split)
-        if tracks and split is not None and module.num_batches_tracked is not None:
+        if tracks and split is not None and split.microbatches > 1 and module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(split.microbatches - 1)
         return _torchs(module, input)
 

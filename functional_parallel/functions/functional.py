@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..collectives import check_callable
+from ..quantities import is_positive_int
 from ..tracing import is_kept, stand_ins
 from .batch_groups import BatchSplit
 from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
@@ -62,8 +63,9 @@ def functional(
     Raises:
         TypeError: if `module` is not a module.
         ForeignCollectiveError: for a DDP or FSDP module, because torch.func does not see its hidden hooks.
-        ValueError: for a `SyncBatchNorm` over only some ranks. When the function is run, if buffers or frozen
-            parameters of the module are on the meta device but the passed parameters are not. Lowering accepts them.
+        ValueError: for a `SyncBatchNorm` over only some ranks, and `groups` that are not two numbers. When the function
+            is run, if buffers or frozen parameters of the module are on the meta device but the passed parameters are
+            not. Lowering accepts them.
         SideEffectError: when the function is traced, if the module or a parameter has a hook on gradients.
     """
     require_module(module, "fp.functional")
@@ -73,6 +75,8 @@ def functional(
     trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad} or every
     params = {name: parameter.detach() for name, parameter in trained.items()}
     state = {name: buffer.detach() for name, buffer in module.named_buffers()}
+    if isinstance(groups, tuple) and (len(groups) != 2 or not all(map(is_positive_int, groups))):
+        raise ValueError(f"fp.functional(groups={groups!r}): give the numbers (ranks, microbatches)")
     split = BatchSplit(*groups) if isinstance(groups, tuple) else groups
     norms = partial(as_batch_norms, split) if split is not None or holds_batch_norms(module) else nullcontext
     dependencies = Dependencies(module)

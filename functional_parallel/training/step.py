@@ -23,7 +23,7 @@ from ..optim import Optimizer, counted_on_host, rates
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
-from ..requests import Buffers, flat_update
+from ..requests import Buffers, Replicas, flat_update
 from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_device
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
@@ -109,9 +109,17 @@ def train_step(
         bucket, pass_names(without), backend, donate, reduction, clip, seed, has_aux, batch=batch, nonfinite=nonfinite
     )
     f = plan(loss) if plan is not None else loss
-    if buffers is not None:
-        f = (f if isinstance(f, LocalFunction) else as_local_function(f)).requesting(Buffers(buffers))
-    return TrainStep(f, optimizer, mesh, options)
+    return TrainStep(f if buffers is None else _with_buffers(f, buffers, mesh), optimizer, mesh, options)
+
+
+def _with_buffers(f: Callable[..., Any], buffers: dict[str, PyTree], mesh: Mesh) -> LocalFunction:
+    local = f if isinstance(f, LocalFunction) else as_local_function(f)
+    if local.layout.last(Replicas) is not None or is_asynchronous(local.layout, mesh):
+        raise ValueError(
+            f"train_step(buffers=…): {local!r} has replicas or an asynchronous pipeline, and ranks would have other "
+            "buffers; use fp.data_parallel, or a synchronous schedule"
+        )
+    return local.requesting(Buffers(buffers))
 
 
 _DEFAULTS = StepOptions(bucket="auto", donate=True)
@@ -125,11 +133,6 @@ class TrainStep(StateManager):
         if flat_update(self.f.layout):
             require_elementwise(optimizer)
         if is_asynchronous(self.f.layout, mesh):  # its weights have versions
-            if self.passed:
-                raise ValueError(
-                    "train_step(buffers=…) with an asynchronous pipeline: an update begins before the last one has its "
-                    "buffers; take a synchronous schedule, or leave the buffers out"
-                )
             self.options = replace(options, donate=False)
         self.program: Program | PipelineProgram | None = None
         self._lowered: dict[tuple[StateLayout, bool], ProgramCache[Lowered]] = {}

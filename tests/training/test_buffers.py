@@ -165,6 +165,7 @@ class Written(nn.Module):
         self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
         self.register_buffer("total", torch.zeros(3, dtype=torch.float64))
         self.register_buffer("seen", torch.zeros(samples, dtype=torch.float64))
+        self.register_buffer("turned", torch.zeros(3 * samples, dtype=torch.float64))
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
 
@@ -173,6 +174,7 @@ class Written(nn.Module):
             self.total += x.sum(0)
             self.steps = self.steps + 1
             self.seen.copy_(x[:, 0])
+            self.turned.copy_(x.T.reshape(-1))
             self.largest = torch.maximum(self.largest, x.max())
         return (x * self.weight).sum(1) + self.steps
 
@@ -314,8 +316,11 @@ def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"takes a dict of tensors, .* found rate"):
         fp.train_step(lambda p, b, x: (p, b), fp.optim.sgd(0.1), Mesh(), buffers={"rate": 0.1})
     pipe = fp.pipeline("pipe", schedule="pipedream", microbatches=4)
-    with pytest.raises(ValueError, match=r"train_step\(buffers=…\) with an asynchronous pipeline"):
-        step_of(net(2, 0.1, True, True), pipe, Mesh(pipe=2), None)
+    for plan, mesh in ((pipe, Mesh(pipe=2)), (fp.local_sgd("data", inner=2), Mesh(data=2))):
+        with pytest.raises(ValueError, match=r"train_step\(buffers=…\): .* has replicas or an asynchronous pipeline"):
+            step_of(net(2, 0.1, True, True), plan, mesh, None)
+    with pytest.raises(ValueError, match=r"groups=\(2, 0\)\): give the numbers \(ranks, microbatches\)"):
+        fp.functional(net(2, 0.1, True, True), buffers=True, groups=(2, 0))
     train, _, params, _ = step_of(net(2, 0.1, True, True), fp.data_parallel("data"), Mesh(data=2), (2, 3))
     with pytest.raises(ValueError, match=r"dim 0 does not divide by 2 ranks × 3 microbatches"):
         train(train.init(params), *batches(1, 8, True)[0])
