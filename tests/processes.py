@@ -61,9 +61,7 @@ def run_on_processes(
     work = pickle.dumps((fn, args))  # a rank loads the module of `fn`, with its tensors, when its device is chosen
     launched = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     workers = [
-        context.Process(
-            target=_worker, args=(work, rank, {**os.environ, **launched}, results, timeout), daemon=True
-        )
+        context.Process(target=_worker, args=(work, rank, {**os.environ, **launched}, results, timeout), daemon=True)
         for rank in range(world_size)
     ]
     servers = [_server(rank) for rank in range(world_size)]
