@@ -92,8 +92,11 @@ def test_writes_into_a_module_of_an_earlier_step_are_refused_once() -> None:
     assert evaluate(x).item() == pytest.approx(net(x).sum().item())
     assert (step.train.params(step.state)["weight"] == 7).all()
     step.state = step.train.load(*step.train.whole(step.state), step.state.step)
-    net.weight.data.fill_(8)
-    with pytest.raises(fp.errors.SideEffectError):
+    net.weight.data.fill_(8)  # over the values of this state, though it is another one
+    assert evaluate(x).item() == pytest.approx(net(x).sum().item())
+    step(x)
+    net.weight.data.fill_(9)
+    with pytest.raises(fp.errors.SideEffectError, match="of an earlier step, not of step 2"):
         step(x)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,3 +111,28 @@ def test_no_plan_averages_as_well() -> None:
         gradients, (value, state) = step(params, state, images(seed))
         found.append((gradients, value, state))
     torch.testing.assert_close(found, of_torch(None, True, True), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("statistics", [P(), P("tensor")], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("training", [False, True])
+def test_channels_are_split_without_a_collective(statistics: P, training: bool) -> None:
+    """The only sum is that of the loss."""
+
+    def loss(params: dict[str, torch.Tensor], running: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        own = None if training else running
+        mean, var = (None, None) if own is None else (own["mean"], own["var"])
+        h = nn.functional.batch_norm(x @ params["w"], mean, var, params["g"], params["b"], training, 0.0)
+        return h.square().mean() + h[0].sum()
+
+    torch.manual_seed(0)
+    params = {"w": torch.randn(4, 6), "g": torch.randn(6), "b": torch.randn(6)}
+    params = {name: each.double() for name, each in params.items()}
+    running, x = {"mean": torch.randn(6).double(), "var": torch.rand(6).double() + 1}, torch.randn(8, 4).double()
+    specs = ({"w": P(None, "tensor"), "g": P("tensor"), "b": P("tensor")}, statistics, P())
+    step = fp.compile(fp.grad_and_value(fp.partition(loss, "tensor", specs, P())), Mesh(tensor=2))
+    found = step(params, running, x)
+    for mine, wanted in zip(
+        *map(optree.tree_leaves, (found, fp.grad_and_value(loss)(params, running, x))), strict=True
+    ):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+    assert step.program.counts() == {("psum", ("tensor",)): 1}

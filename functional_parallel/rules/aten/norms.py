@@ -58,8 +58,8 @@ def _batch_norm_text(node: fx.Node) -> str:
     rest = [f"r{dim}" for dim in range(2, ndim_of(node))]
     x = " ".join(f"{name}+" for name in ["n", *rest])
     scales = ["c"] * (len(tensor_operands(node)) - 1)
-    statistics = "c, c" if node.args[5] else "newz, newz"
-    return f"{', '.join([x.replace('+', '+ c', 1), *scales])} -> {' '.join(['n', 'c', *rest])}, {statistics}"
+    operands = ", ".join([x.replace("+", "+ c", 1), *scales])
+    return f"{operands} -> {' '.join(['n', 'c', *rest])}, c, c"  # statistics, which are empty if not in training
 
 
 rule([aten.native_batch_norm.default], Rule(_batch_norm_text))
