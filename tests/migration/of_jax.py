@@ -203,6 +203,12 @@ ROWS = [
         "`step.explain(params, x, y)` is a table of the collectives.",
     ),
     Row(
+        "jax.ShapeDtypeStruct(x.shape, x.dtype)",
+        'train.lower(fp.abstract(params, "cuda"), fp.abstract(x, "cuda"), fp.abstract(y, "cuda"))',
+        lambda program: program.memory().peak > 0,
+        "The machine needs no such device.",
+    ),
+    Row(
         "jax.distributed.initialize()",
         "",
         lambda _: fp.rank() == 0,
