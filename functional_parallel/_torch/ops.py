@@ -61,17 +61,19 @@ def has_derivative(op: Op) -> bool:
     return op.namespace in ("aten", "prims") or any(map(op.has_kernel_for_dispatch_key, keys))
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
 def is_composite(op: Op) -> bool:
     """Whether an aten op is composed of other ops only. If called below autograd, it is not yet decomposed."""
-    return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    # The op's own method counts Python kernels too, which torch.compile has for ops that autograd does not decompose.
+    return op.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE)
 
 
 def as_composed(op: Op, *args: Argument, **kwargs: Argument) -> Argument:
     """Call the ops that a composite op is composed of, as autograd does."""
     # `op.decompose` prefers Python decompositions, which some ops have for torch.compile: an interpolation by indexing.
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
-    return op._op_dk(key, *args, **kwargs) if has_kernel else op.decompose(*args, **kwargs)
+    return op._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def one_by_one(op: Op, *args: Argument, **kwargs: Argument) -> Argument:

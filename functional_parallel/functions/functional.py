@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Literal, overload
@@ -85,13 +85,15 @@ def functional(
 
     def constants() -> Tensors:
         held = (*module.named_parameters(), *module.named_buffers())
-        return {name: tensor.detach() for name, tensor in held if name not in params}
+        now = {name: tensor.detach() for name, tensor in held if name not in params}
+        return {name: constant.get(name, each) if each.is_meta else each for name, each in now.items()}
 
     def run(tensors: Tensors, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         passed = dict(tensors)
         tensors.update((name, tensor) for name, tensor in constants().items() if name not in tensors)
+        tensors.update((other, tensors[name]) for other, name in _tied(module) if name in tensors)
         with norms(), dependencies.recorded(passed, params) if is_kept() else nullcontext():
-            return torch.func.functional_call(module, tensors, args, kwargs)
+            return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
     def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
         given = [leaf for leaf in params.values() if isinstance(leaf, torch.Tensor)] if valueless else []
@@ -107,3 +109,17 @@ def functional(
 
     fn.__name__ = fn_of_state.__name__ = type(module).__name__
     return (fn_of_state, params, state) if buffers else (fn, params)
+
+
+def _tied(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Iterate over the other names of tied parameters and buffers, each with the first name.
+
+    torch ties the names of one module that is used at several places too, and then leaves the tensors of a call in it.
+    """
+    first: dict[int, str] = {}
+    for path, each in module.named_modules():
+        for name, tensor in (*each._parameters.items(), *each._buffers.items()):
+            if tensor is not None:
+                full = f"{path}.{name}".lstrip(".")
+                if (known := first.setdefault(id(tensor), full)) != full:
+                    yield full, known

@@ -63,21 +63,19 @@ def _write(nodes: Iterable[fx.Node], order: dict[fx.Node, None], readers: Mappin
             order[each] = None
 
 
-def _with_results(order: Iterable[fx.Node]) -> list[fx.Node]:
+def _with_results(order: Mapping[fx.Node, None]) -> list[fx.Node]:
     """Return the order with each `getitem` moved directly after the op that it reads.
 
     A result that is read later would keep all results of the op alive until then.
     """
-    found: list[fx.Node] = []
+    found: dict[fx.Node, None] = {}
     for node in order:
-        if node.target is not operator.getitem:
-            found.append(node)
-            waiting = [node]
-            while waiting:
-                taken = [user for user in waiting.pop().users if user.target is operator.getitem]
-                found += taken
-                waiting += taken
-    return found
+        waiting = [] if node in found else [node]
+        while waiting:
+            each = waiting.pop()
+            found[each] = None
+            waiting += [user for user in each.users if user.target is operator.getitem and user in order]
+    return list(found)
 
 
 def _computed(nodes: Iterable[fx.Node]) -> list[fx.Node]:

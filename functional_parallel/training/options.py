@@ -13,10 +13,12 @@ import torch
 from sharding_specs import Mesh
 
 from .. import optim
-from ..functions import LocalFunction, require_function, require_mesh, written_here
+from ..functions import LocalFunction, PyTree, as_local_function, require_function, require_mesh, written_here
 from ..lowering import Options
 from ..optim import Optimizer
 from ..quantities import is_positive
+from ..requests import Buffers, Replicas
+from .asynchronous import is_asynchronous
 
 Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -69,6 +71,17 @@ def require_arguments(loss: Callable[..., Any], optimizer: Optimizer, mesh: Mesh
         )
     if plan is not None and not callable(plan):
         raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
+
+
+def with_buffers(f: Callable[..., Any], buffers: dict[str, PyTree], mesh: Mesh) -> LocalFunction:
+    """Return a loss that takes buffers after the parameters, with the request to keep them in the state."""
+    local = f if isinstance(f, LocalFunction) else as_local_function(f)
+    if local.layout.last(Replicas) is not None or is_asynchronous(local.layout, mesh):
+        raise ValueError(
+            f"train_step(buffers=…): {local!r} has replicas or an asynchronous pipeline, and ranks would have other "
+            "buffers; use fp.data_parallel, or a synchronous schedule"
+        )
+    return local.requesting(Buffers(buffers))
 
 
 def _instead_of_torchs(optimizer: Any) -> str:

@@ -16,14 +16,14 @@ from sharding_specs import Mesh
 
 from .. import random
 from ..checkpoint import Copies, Save, tree_to_json
-from ..functions import LocalFunction, PyTree, SpecTree, as_local_function, explain_keywords
+from ..functions import LocalFunction, PyTree, SpecTree, explain_keywords
 from ..ir import leaf_signature, scalar_beside, with_short_tracebacks
 from ..lowering import ArgumentPaths, Lowered, lower
 from ..optim import Optimizer, counted_on_host, rates
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
-from ..requests import Buffers, Replicas, flat_update
+from ..requests import flat_update
 from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_device
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
@@ -32,7 +32,7 @@ from .checkpoints import save_state
 from .finite import require_finite, require_finite_inputs
 from .local_step import LocalTrainStep, Metrics
 from .on_state import StateFunction
-from .options import StepOptions, require_arguments
+from .options import StepOptions, require_arguments, with_buffers
 from .replicas import on_replicas
 from .resizing import Rule
 from .restoring import RestoreOptions, restore_state
@@ -109,17 +109,7 @@ def train_step(
         bucket, pass_names(without), backend, donate, reduction, clip, seed, has_aux, batch=batch, nonfinite=nonfinite
     )
     f = plan(loss) if plan is not None else loss
-    return TrainStep(f if buffers is None else _with_buffers(f, buffers, mesh), optimizer, mesh, options)
-
-
-def _with_buffers(f: Callable[..., Any], buffers: dict[str, PyTree], mesh: Mesh) -> LocalFunction:
-    local = f if isinstance(f, LocalFunction) else as_local_function(f)
-    if local.layout.last(Replicas) is not None or is_asynchronous(local.layout, mesh):
-        raise ValueError(
-            f"train_step(buffers=…): {local!r} has replicas or an asynchronous pipeline, and ranks would have other "
-            "buffers; use fp.data_parallel, or a synchronous schedule"
-        )
-    return local.requesting(Buffers(buffers))
+    return TrainStep(f if buffers is None else with_buffers(f, buffers, mesh), optimizer, mesh, options)
 
 
 _DEFAULTS = StepOptions(bucket="auto", donate=True)

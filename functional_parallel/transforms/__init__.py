@@ -2,9 +2,10 @@
 
 from ..requests import LossScale
 from .accumulate import accumulate
+from .argument_specs import matched
 from .from_specs import from_specs
 from .local_sgd import diloco, local_sgd
-from .parallel import data_parallel, matched, tensor_parallel, zero
+from .parallel import data_parallel, tensor_parallel, zero
 from .pipeline import pipeline, stage_boundary
 from .precision import mixed_precision
 from .remat import recompute, remat

@@ -10,11 +10,19 @@ import optree
 from sharding_specs import P, SpecError, as_spec, broadcast_specs
 
 from ..collectives import MICROBATCH, snapshot
-from ..functions import Layout, LocalFunction, PyTree, SpecTree, as_local_function, explain_keywords
+from ..functions import (
+    Layout,
+    LocalFunction,
+    PyTree,
+    SpecTree,
+    as_local_function,
+    explain_keywords,
+    refuse_unknown_axes,
+)
 from ..partition import Partitioning
 from ..passes import ReducePerMicrobatch
 from ..requests import DataAxis, Microbatches, Order, RunPass
-from .parallel import batch_arg_specs
+from .argument_specs import batch_arg_specs
 from .transform import Transform
 
 
@@ -73,11 +81,8 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         cut = _as_data_axes_cut(inner.layout, args) if batch is None else None
         found = batch_arg_specs(args, batch, P(MICROBATCH)) if cut is None else cut
-        if (
-            batch is not None
-            and found
-            and not any(MICROBATCH in as_spec(each).named_axes for each in optree.tree_leaves(found))
-        ):
+        if batch is not None and found and not names_microbatches(found):
+            refuse_unknown_axes((P(), *found), describe)
             raise SpecError(
                 f"{describe}, batch={batch!r}: no argument is cut into microbatches. These specs are over the axis "
                 f"{MICROBATCH!r}: write P({MICROBATCH!r}) to cut dim 0, or leave batch= out to cut the dims that data "
@@ -93,6 +98,11 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
         return inner(*args), inner.results  # checked, unlike the layout with microbatches
 
     return LocalFunction(call, local.layout, local.name)
+
+
+def names_microbatches(specs: SpecTree) -> bool:
+    """Whether a spec names the axis of microbatches."""
+    return any(MICROBATCH in as_spec(each).named_axes for each in optree.tree_leaves(specs))
 
 
 def _as_data_axes_cut(layout: Layout, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...] | None:

@@ -10,7 +10,9 @@ from sharding_specs import Mesh, SpecError, as_spec, tree_paths
 
 from ..functions import SpecTree
 from ..schedules import Schedule
-from .parallel import Rules, data_parallel, tensor_parallel, zero
+from .accumulate import names_microbatches
+from .argument_specs import Rules
+from .parallel import data_parallel, tensor_parallel, zero
 from .pipeline import pipeline
 from .transform import Plan, chain
 
@@ -64,7 +66,8 @@ def from_specs(
     if pipe in mesh.axis_names:
         count = 2 * mesh.axis_size(pipe) if microbatches is None else microbatches
         stacks = specs if pipe in named else None
-        chosen.append(pipeline(pipe, stacks, schedule=schedule, microbatches=count, batch=batch))
+        cut = batch if names_microbatches(batch) else None  # as the data axis cuts the batch
+        chosen.append(pipeline(pipe, stacks, schedule=schedule, microbatches=count, batch=cut))
     return chain(*chosen)
 
 

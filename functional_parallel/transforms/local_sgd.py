@@ -24,7 +24,7 @@ from ..optim import Optimizer, is_known_elementwise, sgd
 from ..partition import Partitioning
 from ..quantities import is_positive_int
 from ..requests import Order, Replicas
-from .parallel import batch_arg_specs
+from .argument_specs import batch_arg_specs
 from .transform import Transform
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,20 +12,12 @@ import torch
 from sharding_specs import (
     Mesh,
     P,
-    RuleMatch,
-    SpecError,
-    as_spec,
     broadcast_specs,
-    match_rules,
-    require_dims,
-    tree_paths,
     validate,
 )
-from sharding_specs.rules import nearest
 
 from ..functions import (
     STACK_DIM,
-    BufferTree,
     Layout,
     LocalFunction,
     PyTree,
@@ -33,10 +25,7 @@ from ..functions import (
     axis_mesh,
     explain_keywords,
     layout_of,
-    refuse_idle_states,
-    refuse_unknown_axes,
 )
-from ..ir import current_source, warn_at
 from ..partition import Partitioning
 from ..passes import GatherPlacement, ReduceScatterFirst
 from ..quantities import is_positive_int
@@ -55,9 +44,8 @@ from ..requests import (
 )
 from ..rules import Owned
 from ..tracing import recorder
+from .argument_specs import Rules, batch_arg_specs, only_axis, parameter_specs
 from .transform import Transform
-
-Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
 
 @explain_keywords
@@ -88,7 +76,7 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
     find = parameter_specs(specs, axis, name)
 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        return (_only(find(args[0]), axis, name), *batch_arg_specs(args, batch))
+        return (only_axis(find(args[0]), axis, name), *batch_arg_specs(args, batch))
 
     return Transform(name, axis, Order.TENSOR, Partitioning(name, axis, in_specs, strict=strict).apply)
 
@@ -329,7 +317,7 @@ class _ShardDimChooser:
 
     def _choose(self, params: PyTree, leaves: list[Any], taken: list[P], mesh: Mesh) -> list[P]:
         if self.given is not None:
-            chosen = optree.tree_leaves(_only(self.given(params), self.axis, self.name))
+            chosen = optree.tree_leaves(only_axis(self.given(params), self.axis, self.name))
             chosen = [_fitted(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
         else:
             chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
@@ -361,101 +349,3 @@ def _together(inner: P, own: P, mesh: Mesh) -> P:
     both = inner.divided(own, mesh)
     shared = {placement.dim for placement in own.placements(mesh) if len(both.dim_axes()[placement.dim]) > 1}
     return both.replace(padded={dim: size for dim, size in both.padded.items() if dim not in shared})
-
-
-# --- Specs of arguments ---
-
-_MOSTLY, _FEW = 0.5, 1 << 20  # share and bytes of replicated parameters that rules may leave without a warning
-
-
-def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], SpecTree]:
-    """Return a function from parameters to specs, by rules or a spec tree. It warns of unused rules for this axis."""
-    source = current_source()  # line of the call that creates the transform, which contains the rules
-    seen = set[optree.PyTreeSpec]()
-
-    def find(tree: PyTree) -> SpecTree:
-        match = matched(specs, tree, who)
-        if (structure := optree.tree_structure(tree)) not in seen:  # at first, the shapes are global
-            seen.add(structure)
-            if told := _mostly_whole(specs, tree, match, axis):
-                warn_at(source, f"{who}: {told}")
-        said = dict(specs.items() if isinstance(specs, Mapping) else specs) if match.unused else {}
-        for pattern in match.unused:
-            if axis in as_spec(said[pattern]).axes:
-                near = ", ".join(nearest(pattern, tree_paths(tree)))
-                warn_at(
-                    source,
-                    f"{who}: rule {pattern!r} finds no parameter, so it splits none; the nearest are {near}. If the "
-                    f"model need not have it, write sharding_specs.optional({pattern!r})",
-                )
-        require_dims(tree, match.specs, "the parameters")
-        refuse_idle_states((match.specs,), who, axis)
-        return match.specs
-
-    return find
-
-
-def _mostly_whole(specs: Rules, tree: PyTree, match: RuleMatch, axis: str) -> str:
-    """Describe parameters with most of the bytes that no rule for this axis names but "*"; empty if there are none."""
-    rules = list(specs.items() if isinstance(specs, Mapping) else specs) if isinstance(match, _ByRules) else []
-    named = [(pattern, spec) for pattern, spec in rules if pattern.strip("*/.")]
-    if not any(axis in as_spec(spec).axes for _, spec in named):
-        return ""
-    rest = set(match_rules(named, tree).unmatched)
-    sizes = {
-        path: leaf.numel() * leaf.element_size()
-        for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)
-        if isinstance(leaf, torch.Tensor)
-    }
-    whole = sorted(rest & sizes.keys(), key=lambda path: -sizes[path])
-    held = sum(sizes[path] for path in whole)
-    share = held / max(sum(sizes.values()), 1)
-    if share <= _MOSTLY or held < _FEW:
-        return ""
-    return (
-        f"the rules leave {share:.0%} of the bytes of the parameters replicated over {axis!r}, as no pattern but '*' "
-        f"matches {', '.join(whole[:3])}{f' and {len(whole) - 3} more' if len(whole) > 3 else ''}. Give rules for "
-        "them; P() keeps one replicated"
-    )
-
-
-class _ByRules(RuleMatch):
-    """Match of rules, not of a tree of specs."""
-
-
-def matched(specs: Rules, tree: PyTree, who: str) -> RuleMatch:
-    """Match rules, or a tree of specs, with the parameters. A tree of specs has no unused patterns."""
-    flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())  # valid as either
-    pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
-    if flat or pairs:
-        return _ByRules(*match_rules(specs, tree))
-    return RuleMatch(broadcast_specs(specs, tree, name=f"the spec tree of {who}", what="the parameters"), [], [])
-
-
-def _only(specs: SpecTree, axis: str, who: str) -> SpecTree:
-    """Restrict specs of the parameters to one axis. The specs may name other axes of the mesh."""
-    refuse_unknown_axes((specs,), who)
-    return optree.tree_map(lambda spec: spec.only({axis}), specs)
-
-
-def batch_arg_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
-    """Return specs of the arguments after the parameters. The list is empty if only the parameters are known.
-
-    Buffers after the parameters are replicated. `batch` does not count them.
-    """
-    if len(args) > 1 and isinstance(args[1], BufferTree):
-        return [P(), *batch_arg_specs((args[0], *args[2:]), batch, default)]
-    if isinstance(batch, tuple):
-        if len(args) > 1 and len(batch) != len(args) - 1:
-            raise SpecError(
-                f"batch={batch!r} gives specs for {len(batch)} arguments after the parameters, but the function is "
-                f"called with {len(args) - 1}; give one for each, or one spec for all of them"
-            )
-        return list(batch[: len(args) - 1])
-    if batch is not None:
-        return [batch] * (len(args) - 1)
-    return [optree.tree_map(lambda leaf: _with_batch(leaf, default), arg) for arg in args[1:]]
-
-
-def _with_batch(leaf: PyTree, spec: P | None) -> P:
-    return spec if spec is not None and isinstance(leaf, torch.Tensor) and leaf.ndim else P()

@@ -13,7 +13,7 @@ from ..pipelines import BALANCES, CutSpec, PipelineRequest, Stacks, unstacked
 from ..requests import Microbatches, Order, owners_of
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
 from .accumulate import microbatched
-from .parallel import Rules, parameter_specs
+from .argument_specs import Rules, parameter_specs
 from .transform import Transform
 
 T = TypeVar("T")

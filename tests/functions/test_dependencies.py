@@ -213,3 +213,21 @@ def test_many_traces_of_one_signature_warn() -> None:
         for number in range(9):
             net.terms[0] = float(number)
             call(torch.ones(4, 3, dtype=torch.float64))
+
+
+def test_a_module_at_several_places_is_left_as_it_was() -> None:
+    """torch.func.functional_call left the tensors of the call in it: fake ones, after a trace."""
+    shared = nn.Linear(3, 3)
+    module = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(3, 3))
+    module[3].weight = shared.weight
+    kept = {name: each for name, each in module.named_parameters()}
+    fn, params = fp.functional(module)
+    assert sorted(params) == ["0.bias", "0.weight", "3.bias"]
+    x = torch.randn(4, 3)
+    step = fp.compile(fp.grad_and_value(fp.zero(3, "data")(lambda p, x: fn(p, x).square().mean())), Mesh(data=2))
+    gradients, value = step(params, x)
+    assert all(each is kept[name] for name, each in module.named_parameters())
+    torch.testing.assert_close(value, module(x).square().mean())
+    wanted = torch.autograd.grad(module(x).square().mean(), [kept[name] for name in gradients])
+    for mine, other in zip(gradients.values(), wanted, strict=True):
+        torch.testing.assert_close(mine, other)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import types
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_modules
 from torch.optim import lr_scheduler
-from torch.optim import optimizer as of_optimizers
 
-from .loops import Loop, batch, loss_of
+from . import habits
+from .loops import Loop, batch
 
 __all__ = ["AS_IN_TORCH", "NO_EFFECT", "READS", "REFUSED", "ROWS", "Habit"]
 
@@ -46,171 +43,6 @@ class Habit(NamedTuple):
     recorded: bool = False
 
 
-# -----------------------------------------------------------------------------
-# Habits that take more than an expression
-# -----------------------------------------------------------------------------
-
-
-def read_module(loop: Loop) -> None:
-    net = loop.net
-    for name in ("buffers", "children", "modules", "parameters"):
-        list(getattr(net, name)()), list(getattr(net, f"named_{name}")())
-    net.get_buffer("shift"), net.get_parameter("first.weight"), net.get_submodule("first")
-    net.state_dict(), net.extra_repr(), repr(net), net.dump_patches, net.call_super_init, net.T_destination
-    with contextlib.suppress(RuntimeError):  # it has none
-        net.get_extra_state()
-    net(batch(0)), net.forward(batch(0))
-
-
-def backward(loop: Loop) -> None:
-    loss_of(loop.net, batch(0)).backward()
-    loop.net.first.weight.retain_grad()
-    loop.net.first.bias.grad = torch.ones(4, dtype=torch.float64)
-
-
-def hook_state_dicts(loop: Loop) -> None:
-    net, optimizer = loop.net, loop.optimizer
-    net.register_state_dict_pre_hook(lambda *_: None)
-    net.register_state_dict_post_hook(lambda *_: None)
-    net.register_load_state_dict_pre_hook(lambda *_: None)
-    net.register_load_state_dict_post_hook(lambda *_: None)
-    for kind in ("state_dict", "load_state_dict"):
-        for when in ("pre", "post"):
-            getattr(optimizer, f"register_{kind}_{when}_hook")(lambda *_: None)
-    net.state_dict(), optimizer.state_dict()
-
-
-def record_forwards(loop: Loop) -> None:
-    kept = loop.kept["outputs"] = []
-    loop.net.first.register_forward_hook(lambda module, args, out: kept.append(out))
-
-
-def keep_in_attribute(loop: Loop) -> None:
-    forward = loop.net.first.forward
-
-    def keeping(x: torch.Tensor) -> torch.Tensor:
-        loop.net.last = forward(x)
-        return loop.net.last
-
-    loop.net.last = None
-    loop.net.first.forward = keeping
-
-
-def hook_forwards(loop: Loop) -> None:
-    loop.net.first.register_forward_hook(lambda module, args, out: 2 * out)
-    loop.net.second.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-
-
-def hook_all_forwards(loop: Loop) -> None:
-    handle = of_modules.register_module_forward_hook(
-        lambda module, args, out: 2 * out if module is loop.net.act else None
-    )
-    loop.kept["handle"] = handle
-
-
-def mode(loop: Loop) -> None:
-    loop.net.train(), loop.net.eval()
-    loop.net.training = False
-
-
-def replace_submodule(loop: Loop) -> None:
-    loop.net.add_module("act", nn.Sigmoid())
-    loop.net.register_module("more", nn.Tanh())
-    loop.net.set_submodule("act", nn.ReLU())
-
-
-def buffers(loop: Loop) -> None:
-    loop.net.register_buffer("shift", torch.ones(4, dtype=torch.float64))
-    loop.net.shift.mul_(2)
-    loop.net.shift.data += 1
-    loop.net.gain.data = torch.full((4,), 3.0, dtype=torch.float64)
-
-
-def replace_forward(loop: Loop) -> None:
-    forward = type(loop.net).forward
-    loop.net.forward = types.MethodType(lambda net, x: 2 * forward(net, x), loop.net)
-
-
-def load_state_dict(loop: Loop) -> None:
-    net = loop.current()
-    net.load_state_dict({name: 2 * each for name, each in net.state_dict().items()})
-    net.apply(lambda each: nn.init.ones_(each.bias) if isinstance(each, nn.Linear) else None)
-
-
-def write_parameters(loop: Loop) -> None:
-    first, second = loop.current().first, loop.net.second
-    with torch.no_grad():
-        first.weight.mul_(0.5)
-        first.weight[0] = 1.0
-    first.bias.data.add_(1)  # torch does not count it as a write
-    second.weight.data = second.weight.data.t().contiguous()
-    second.bias.detach().numpy()[0] = 3.0
-
-
-def write_storages(loop: Loop) -> None:
-    net = loop.current()
-    net.first.bias.untyped_storage().fill_(0)
-    torch.no_grad()(net.second.bias.set_)(torch.ones(4, dtype=torch.float64))
-    torch.utils.swap_tensors(net.second.weight, nn.Parameter(torch.eye(4, dtype=torch.float64)))
-    net.first.weight.data.real.fill_(0.25)
-
-
-def own_scheduler(loop: Loop) -> None:
-    own = loop.kept.setdefault("scheduler", lr_scheduler.ExponentialLR(loop.optimizer, 0.5))
-    own.step()
-
-
-def load_rates(loop: Loop) -> None:
-    saved = loop.optimizer.state_dict()
-    saved["param_groups"][0]["lr"] = 0.01
-    loop.optimizer.load_state_dict(saved)
-
-
-def load_optimizer(loop: Loop) -> None:
-    other = torch.optim.SGD(loop.net.parameters(), 0.1, momentum=0.9)
-    (100 * loss_of(loop.net, batch(9))).backward()
-    other.step()
-    loop.optimizer.load_state_dict(other.state_dict())
-
-
-def add_group(loop: Loop) -> None:
-    loop.net.extra = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    loop.optimizer.add_param_group({"params": [loop.net.extra], "lr": 1.0})
-
-
-def optimizer_step(loop: Loop) -> None:
-    loss_of(loop.net, batch(9)).backward()
-    loop.optimizer.step()
-
-
-def hook_steps(loop: Loop) -> None:
-    loop.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.param_groups[0].update(lr=0.0))
-    loop.optimizer.register_step_post_hook(lambda *_: None)
-
-
-def hook_all_steps(loop: Loop) -> None:
-    def pre(optimizer: Any, *_: Any) -> None:
-        if optimizer is loop.optimizer:
-            optimizer.param_groups[0].update(lr=0.0)
-
-    loop.kept["handle"] = of_optimizers.register_optimizer_step_pre_hook(pre)
-
-
-def read_scheduler(loop: Loop) -> None:
-    loop.scheduler.state_dict(), loop.scheduler.get_last_lr(), loop.scheduler.optimizer
-    loop.optimizer.state_dict(), loop.optimizer.defaults, loop.optimizer.profile_hook_step
-
-
-def load_scheduler(loop: Loop) -> None:
-    loop.scheduler.load_state_dict({**loop.scheduler.state_dict(), "last_epoch": 5})
-
-
-def save_all(loop: Loop) -> None:
-    torch.save({"net": loop.net.state_dict(), "optimizer": loop.optimizer.state_dict()}, io.BytesIO())
-    for each in loop.net.parameters():
-        each.detach().numpy(), each.data_ptr(), each.tolist(), each.untyped_storage().data_ptr()
-
-
 ZEROS = lambda grad: 0 * grad  # noqa: E731
 RATE = {"schedule": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)}
 PRE_AND_POST = "register_step_pre_hook register_step_post_hook"
@@ -224,7 +56,7 @@ ROWS = [
             "Tensor": "(all others)",
         },
         NO_EFFECT,
-        read_module,
+        habits.read_module,
         "The module has the values of `fp.prepare`, or of the last `step.module()`.",
     ),
     Habit(
@@ -234,7 +66,7 @@ ROWS = [
             "Tensor": "backward grad grad_dtype retain_grad retains_grad",
         },
         NO_EFFECT,
-        lambda loop: (backward(loop), loop.net.zero_grad(), loop.optimizer.zero_grad(), backward(loop)),
+        lambda loop: (habits.backward(loop), loop.net.zero_grad(), loop.optimizer.zero_grad(), habits.backward(loop)),
         "A step begins without gradients, as a loop that calls `zero_grad` first. It leaves none in `.grad`.",
     ),
     Habit(
@@ -243,13 +75,13 @@ ROWS = [
             "Optimizer": "register_state_dict_* register_load_state_dict_*",
         },
         NO_EFFECT,
-        hook_state_dicts,
+        habits.hook_state_dicts,
         "torch calls them in `state_dict` and `load_state_dict`.",
     ),
     Habit(
         {"Optimizer": "state_dict defaults profile_hook_step", "LRScheduler": "state_dict get_* optimizer"},
         NO_EFFECT,
-        read_scheduler,
+        habits.read_scheduler,
         "`step.metrics.lr` has the rates of a step.",
         loop=RATE,
     ),
@@ -259,7 +91,7 @@ ROWS = [
             "Tensor": "share_memory_ is_shared numpy data_ptr const_data_ptr tolist storage record_stream",
         },
         NO_EFFECT,
-        lambda loop: (save_all(loop), loop.net.cpu(), loop.net.share_memory()),
+        lambda loop: (habits.save_all(loop), loop.net.cpu(), loop.net.share_memory()),
         "Reads of the memory, also where torch treats them as a write.",
     ),
     Habit(
@@ -271,16 +103,16 @@ ROWS = [
     Habit(
         {"Module": "register_forward_hook"},
         NO_EFFECT,
-        record_forwards,
+        habits.record_forwards,
         "A hook that returns nothing runs once, while the step is traced. `SideEffectWarning` names it. Return the "
         "values from the loss, with `has_aux=True`.",
-        "hook_forwards|forward hook `<lambda>` \\(of_torch.py:\\d+\\) of first",
+        "hook_forwards|forward hook `<lambda>` \\(habits.py:\\d+\\) of first",
         recorded=True,
     ),
     Habit(
         {"Module": "(an attribute that forward sets)"},
         NO_EFFECT,
-        keep_in_attribute,
+        habits.keep_in_attribute,
         "It is set once, while the step is traced. `SideEffectWarning` names it.",
         "last was None and is a tensor of shape",
         recorded=True,
@@ -288,18 +120,18 @@ ROWS = [
     Habit(
         {"Module": "register_forward_hook register_forward_pre_hook"},
         AS_IN_TORCH,
-        hook_forwards,
+        habits.hook_forwards,
         "The step is traced again if a hook is added or removed.",
     ),
     Habit(
         {"torch.nn.modules.module": "register_module_forward_hook register_module_forward_pre_hook"},
         AS_IN_TORCH,
-        hook_all_forwards,
+        habits.hook_all_forwards,
     ),
     Habit(
         {"Module": "train eval training"},
         AS_IN_TORCH,
-        mode,
+        habits.mode,
         "There is a program for each mode. `step.eval` evaluates in the mode `eval`.",
     ),
     Habit(
@@ -311,16 +143,16 @@ ROWS = [
     Habit(
         {"Module": "add_module register_module set_submodule"},
         AS_IN_TORCH,
-        replace_submodule,
+        habits.replace_submodule,
         "Of a submodule without trained parameters.",
     ),
     Habit(
         {"Module": "register_buffer", "Tensor": "real imag"},
         AS_IN_TORCH,
-        buffers,
+        habits.buffers,
         "Buffers, and parameters that are not trained, may be written or replaced at any time.",
     ),
-    Habit({"Module": "(forward replaced)"}, AS_IN_TORCH, replace_forward),
+    Habit({"Module": "(forward replaced)"}, AS_IN_TORCH, habits.replace_forward),
     Habit(
         {"Module": "register_parameter"},
         AS_IN_TORCH,
@@ -333,19 +165,19 @@ ROWS = [
     Habit(
         {"Module": "load_state_dict set_extra_state apply to_empty"},
         AS_IN_TORCH,
-        load_state_dict,
+        habits.load_state_dict,
         STEP_MODULE,
     ),
     Habit(
         {"Tensor": "*_ data"},
         AS_IN_TORCH,
-        write_parameters,
+        habits.write_parameters,
         STEP_MODULE + " A write is found by any alias of the memory that was made after `fp.prepare`.",
     ),
     Habit(
         {"Tensor": "set_ untyped_storage module_load", "torch.utils": "swap_tensors"},
         AS_IN_TORCH,
-        write_storages,
+        habits.write_storages,
         STEP_MODULE,
     ),
     Habit(
@@ -354,11 +186,13 @@ ROWS = [
         lambda loop: loop.optimizer.param_groups[0].update(lr=0.02),
         "The rate, if `fp.prepare` has no scheduler.",
     ),
-    Habit({"Optimizer": "load_state_dict"}, AS_IN_TORCH, load_rates, "Of an optimizer without a state: the rates."),
+    Habit(
+        {"Optimizer": "load_state_dict"}, AS_IN_TORCH, habits.load_rates, "Of an optimizer without a state: the rates."
+    ),
     Habit(
         {"LRScheduler": "step"},
         AS_IN_TORCH,
-        own_scheduler,
+        habits.own_scheduler,
         "Of a scheduler that `fp.prepare` was not given. The loop steps it.",
     ),
     Habit(
@@ -451,7 +285,7 @@ ROWS = [
     Habit(
         {"Optimizer": "add_param_group"},
         REFUSED,
-        add_group,
+        habits.add_group,
         "Add it before `fp.prepare`.",
         "optimizer.param_groups had 1 groups and has 2",
         recorded=True,
@@ -459,7 +293,7 @@ ROWS = [
     Habit(
         {"Optimizer": "step"},
         REFUSED,
-        lambda loop: optimizer_step(loop),
+        lambda loop: habits.optimizer_step(loop),
         "Without gradients it has no effect.",
         "values were written into|the optimizer has made steps",
         loop={"optimizer": "adamw"},
@@ -467,19 +301,23 @@ ROWS = [
     Habit(
         {"Optimizer": "load_state_dict state"},
         REFUSED,
-        load_optimizer,
+        habits.load_optimizer,
         "Continue a run by `step.train.load` or `step.train.restore`.",
         "the optimizer has made steps, or has loaded a state",
         loop={"optimizer": "momentum"},
     ),
-    Habit({"Optimizer": PRE_AND_POST}, REFUSED, hook_steps, "Call them in the loop.", "has step hooks"),
+    Habit({"Optimizer": PRE_AND_POST}, REFUSED, habits.hook_steps, "Call them in the loop.", "has step hooks"),
     Habit(
-        {"torch.optim.optimizer": "register_optimizer_step_*"}, REFUSED, hook_all_steps, "The same.", "has step hooks"
+        {"torch.optim.optimizer": "register_optimizer_step_*"},
+        REFUSED,
+        habits.hook_all_steps,
+        "The same.",
+        "has step hooks",
     ),
     Habit(
         {"LRScheduler": "step load_state_dict recursive_undo last_epoch base_lrs scale_fn (other attributes)"},
         REFUSED,
-        load_scheduler,
+        habits.load_scheduler,
         "Of the scheduler that `fp.prepare` was given: a step steps a copy of it.",
         "scheduler.last_epoch was 0 and is 5",
         loop=RATE,

@@ -17,7 +17,7 @@ import functional_parallel as fp
 from functional_parallel import _torch
 from functional_parallel.ir.trained import as_real
 from functional_parallel.ops import adamw_kernel
-from functional_parallel.ops.adamw_kernel import ADAMW, ADAMW_IN_PLACE, _formula
+from functional_parallel.ops.adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_formula
 from tests.private_torch.count import Count
 
 STEPS = 10
@@ -267,7 +267,7 @@ def test_the_fused_kernel_is_the_formula(dtype: torch.dtype) -> None:
     )
     args = (p, g, m, v * v, torch.tensor(3.0), torch.tensor(0.01, dtype=torch.float64), 0.9, 0.95, 1e-8, 0.1)
     tolerance = 8 * torch.finfo(dtype).eps
-    assert_close(ADAMW(*args), _formula(*args), tolerance)
+    assert_close(ADAMW(*args), adamw_formula(*args), tolerance)
 
 
 @settings(max_examples=30)
@@ -304,7 +304,7 @@ def test_other_devices_update_tensors_as_they_are(crosswise: bool, monkeypatch: 
     rows = [tuple(torch.rand(3, size, dtype=torch.float64) for _ in range(4)) for size in (7, 70)]
     rows = [tuple(x.t() for x in row) for row in rows] if crosswise else rows
     options = (torch.tensor(3.0), torch.tensor(0.01, dtype=torch.float64), 0.9, 0.95, 1e-8, 0.1)
-    wanted = [x for kind in zip(*(_formula(*row, *options) for row in rows), strict=True) for x in kind]
+    wanted = [x for kind in zip(*(adamw_formula(*row, *options) for row in rows), strict=True) for x in kind]
     p, g, m, v = zip(*rows, strict=True)
     with Count() as mode:
         found = adamw_kernel._adamw_([*p, *m, *v], g, *options)

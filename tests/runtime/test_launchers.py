@@ -233,7 +233,7 @@ def test_doctor_prints_which_were_used(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_mpirun_on_several_hosts_needs_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, **of_open_mpi(1, 7) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+    given(monkeypatch, **of_open_mpi(1, 7) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     launch = launch_of_environment()
     assert launch is not None and launch.address == ""
     assert fp.rank() == 1, "the number is known"

@@ -275,11 +275,13 @@ def test_what_is_no_pytree_of_parameters(wrap: Any) -> None:
 
 
 def test_parameters_and_states_without_values() -> None:
-    """A state that is made inside torch.device("meta") trained nothing, and its losses said nothing of it."""
+    """A state that is made inside torch.device("meta") has values: it is where the parameters are."""
     train = step()
     given = weights(2)
-    with torch.device("meta"), pytest.raises(ValueError, match=r"and optimizer_state\.step are on the meta device"):
-        train.init(given)
+    with torch.device("meta"):
+        state = train.init(given)
+    leaves = zip(*map(optree.tree_leaves, (train.whole(state), train.whole(train.init(given)))), strict=True)
+    assert all(torch.equal(one, other) for one, other in leaves)
     nowhere = {name: weight.to("meta") for name, weight in weights(1, 2).items()}
     with pytest.raises(ValueError, match=r"and params\['w0'\], params\['w1'\], .*train\.lower\(params, batch\)"):
         train.init(nowhere)
