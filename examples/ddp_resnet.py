@@ -1,5 +1,5 @@
 """A training script of torch for images: a ResNet with batch norm under DDP, SGD with Nesterov momentum, a cosine
-schedule, label smoothing, evaluation and a checkpoint per epoch.
+schedule, label smoothing, and per epoch a checkpoint and an evaluation of the average of the weights.
 
     torchrun --nproc-per-node 2 examples/ddp_resnet.py --folder /tmp/ddp_resnet
 
@@ -83,7 +83,8 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader))
     ddp = nn.parallel.DistributedDataParallel(model)
-    parts, first = (model, optimizer, scheduler), 0
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    parts, first = (model, optimizer, scheduler, average), 0
     if args.resume:
         first, *saved = torch.load(f"{args.folder}.pt")
         for part, state in zip(parts, saved, strict=True):
@@ -95,13 +96,13 @@ def main():
             loss.backward()
             optimizer.step()
             scheduler.step()
+            average.update_parameters(model)
             mean = summed(loss) / dist.get_world_size()
             if dist.get_rank() == 0:
                 print(f"{epoch} loss {mean:.7f}", flush=True)
-        model.eval()
+        average.eval()
         with torch.no_grad():
-            right = sum(summed(right_of(model, images, labels)) for images, labels in tests)
-        model.train()
+            right = sum(summed(right_of(average, images, labels)) for images, labels in tests)
         if dist.get_rank() == 0:
             print(f"{epoch} right {right / len(test):.3f}", flush=True)
             torch.save((epoch + 1, *(part.state_dict() for part in parts)), f"{args.folder}.pt")

@@ -83,7 +83,7 @@ def main():
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader))
-    step, first = fp.prepare(model, optimizer, scheduler, loss=loss_of, batch="own"), 0
+    step, first = fp.prepare(model, optimizer, scheduler, loss=loss_of, batch="own", ema=0.9), 0
     if args.resume:
         step.state = step.train.restore(args.folder)
         first = step.state.step // len(loader)
@@ -93,10 +93,9 @@ def main():
             mean = summed(loss) / dist.get_world_size()
             if dist.get_rank() == 0:
                 print(f"{epoch} loss {mean:.7f}", flush=True)
-        step.module().eval()
+        average = step.module(ema=True).eval()
         with torch.no_grad():
-            right = sum(summed(right_of(model, images, labels)) for images, labels in tests)
-        model.train()
+            right = sum(summed(right_of(average, images, labels)) for images, labels in tests)
         if dist.get_rank() == 0:
             print(f"{epoch} right {right / len(test):.3f}", flush=True)
         step.train.save(step.state, args.folder)

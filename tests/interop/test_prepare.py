@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ import functional_parallel as fp
 from sharding_specs import Mesh, P
 
 from ..processes import run_on_processes
+from .scripts import ROOT, changed_lines, printed
 
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 
@@ -279,29 +276,15 @@ def test_processes_train_as_one_device() -> None:
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
 
 
-ROOT = Path(__file__).parents[2]
 LOOP, PREPARED = ROOT / "examples" / "ddp_loop.py", ROOT / "examples" / "prepared_loop.py"
 
 
-def changed_lines() -> int:
-    """Lines that differ, without the docstring and blank lines. A line that replaces another counts once."""
-    before, after = (
-        [line for line in script.read_text().split('"""', 2)[2].splitlines() if line] for script in (LOOP, PREPARED)
-    )
-    codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    return sum(max(i2 - i1, j2 - j1) for code, i1, i2, j1, j2 in codes if code != "equal")
-
-
 def printed_losses(script: Path) -> list[float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return [float(line.split()[1]) for line in done.stdout.splitlines()]
+    return [float(line.split()[1]) for line in printed(script)]
 
 
 def test_a_ported_script_has_the_losses_of_the_original() -> None:
-    assert len(LOOP.read_text().splitlines()) >= 60 and changed_lines() <= 12
+    assert len(LOOP.read_text().splitlines()) >= 60 and changed_lines(LOOP, PREPARED) <= 12
     microbatches = printed_losses(LOOP)  # one per microbatch, divided by their number
     losses = [sum(pair) for pair in zip(microbatches[::2], microbatches[1::2], strict=True)]
     torch.testing.assert_close(printed_losses(PREPARED), losses, rtol=1e-5, atol=1e-6)
