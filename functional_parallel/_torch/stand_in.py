@@ -52,10 +52,11 @@ def device_for_trace(device: torch.device | str | int) -> torch.device:
 @cache
 def _show_wished_devices() -> None:
     own: Any = FakeTensor.device
+    is_meta: Any = torch.Tensor.is_meta  # true of fake tensors on any device that is no stand-in
     device = property(lambda x: own.fget(x) if _is_below() else wished_device(own.fget(x)), own.fset)
     FakeTensor.device = device  # type: ignore[assignment, method-assign]
     FakeTensor.is_cuda = property(lambda x: x.device.type == "cuda")  # type: ignore[assignment]
-    FakeTensor.is_meta = property(lambda x: x.device.type == "meta")  # type: ignore[assignment]
+    FakeTensor.is_meta = property(lambda x: is_meta.__get__(x) and not own.fget(x).index)  # type: ignore[assignment]
 
 
 def _is_below() -> bool:

@@ -17,7 +17,6 @@ from ..functions import (
     SpecTree,
     as_local_function,
     explain_keywords,
-    refuse_unknown_axes,
 )
 from ..partition import Partitioning
 from ..passes import ReducePerMicrobatch
@@ -82,7 +81,6 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
         cut = _as_data_axes_cut(inner.layout, args) if batch is None else None
         found = batch_arg_specs(args, batch, P(MICROBATCH)) if cut is None else cut
         if batch is not None and found and not names_microbatches(found):
-            refuse_unknown_axes((P(), *found), describe)
             raise SpecError(
                 f"{describe}, batch={batch!r}: no argument is cut into microbatches. These specs are over the axis "
                 f"{MICROBATCH!r}: write P({MICROBATCH!r}) to cut dim 0, or leave batch= out to cut the dims that data "

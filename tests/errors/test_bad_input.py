@@ -359,7 +359,6 @@ def test_a_transform_over_an_axis_that_the_mesh_does_not_have() -> None:
         (fp.tensor_parallel("tensor", {"w1": P("model")}), "tensor_parallel('tensor')", "0/w1: P('model')"),
         (fp.zero(3, "data", {"w1": P("model")}), "zero(3, 'data')", "0/w1: P('model')"),
         (fp.data_parallel("data", batch=P("model")), "data_parallel('data')", "1: P('model')"),
-        (fp.accumulate(2, batch=P("model")), "accumulate(2)", "1: P('model')"),
         (fp.partition, "partition('data')", "1: P('model')"),
     ],
 )

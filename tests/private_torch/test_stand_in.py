@@ -86,3 +86,13 @@ def test_the_first_fake_mode_keeps_no_tensor_of_its_callers() -> None:
         "state = train.init(w); del w\n"
         "print('alive', int(not held.expired()))"
     )
+
+
+@missing
+def test_fake_tensors_on_other_devices_stay_as_they_are() -> None:
+    """torch's initialisers skip tensors by `is_meta`, which is true of a fake tensor on the CPU."""
+    there = _torch.device_for_trace("cuda")
+    with _torch.FakeTensorMode():
+        for x in (torch.empty(2), torch.empty(2, device="meta")):
+            assert x.is_meta == torch.Tensor.is_meta.__get__(x)
+        assert not torch.empty(2, device=there).is_meta
