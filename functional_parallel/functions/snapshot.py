@@ -17,7 +17,7 @@ import torch
 _MOST = 1000  # entries of a container; a larger one is compared by identity
 _DEPTH = 3
 _PLAIN = (bool, int, float, complex, str, bytes, frozenset, torch.dtype, torch.device, torch.Size, range, slice)
-ABSENT = object()
+ABSENT, _END = object(), object()
 
 
 class Change(NamedTuple):
@@ -58,18 +58,24 @@ class Snapshot:
         self._opened: dict[int, _Opened] = {}
         for name, root in roots:
             self._open(name, True, root, 0)
-        views = ((c, c.values()) if isinstance(c, Mapping) else (c,) for *_, c, _ in self._opened.values())
-        self._views = [*chain.from_iterable(views)]  # a view follows its dict
-        self._values, self._known = [*chain.from_iterable(self._views)], others()
+        self._known = others()
+        self._watch()
 
     def holds(self) -> bool:
         """Whether all objects are the same as at first."""
-        now = [*chain.from_iterable(self._views)]
-        if len(now) != len(self._values) or not all(map(is_, now, self._values)):
+        if any(self._empty) or not all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._values)):
             if next(self.changes(), None) is not None:
                 return False
-            self._values = now  # other objects with equal values
+            self._watch()  # other objects with equal values
         return self._others() == self._known
+
+    def _watch(self) -> None:
+        """Take the present objects for those at first. Most containers are empty, such as those of hooks."""
+        held = [each.container for each in self._opened.values()]
+        self._empty = [each for each in held if not each]
+        views = ((each, each.values()) if isinstance(each, Mapping) else (each,) for each in held if each)
+        self._views = [*chain.from_iterable(views)]  # a view follows its dict
+        self._values = [*chain.from_iterable(self._views), _END]  # another length puts another object beside the end
 
     def changes(self) -> Iterator[Change]:
         for each in self._opened.values():

@@ -51,7 +51,8 @@ class Habits:
 
     def _names(self) -> Snapshot:
         kinds = ("_parameters", "_buffers", "_modules")
-        return Snapshot([(path, vars(each)[kind]) for path, each in self._module.named_modules() for kind in kinds])
+        named = self._module.named_modules()
+        return Snapshot([(path, vars(each)[kind]) for path, each in named for kind in kinds if vars(each)[kind]])
 
     def _flags_now(self) -> list[tuple[Any, ...]]:
         return [*map(_torch.flags_of_parameter, self._parameters.values())]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
@@ -19,7 +17,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import functional_parallel as fp
-from sharding_specs import Mesh
 
 from ..migration.loops import Eager, Loop, Prepared, batch
 from ..migration.of_torch import NO_EFFECT, READS, REFUSED, ROWS, Habit
@@ -227,28 +224,3 @@ def test_habits_in_many_orders(plan: str, optimizer: str, steps: Any) -> None:
 # -----------------------------------------------------------------------------
 # What the comparison costs
 # -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_comparison_takes_under_5_percent_of_a_tiny_step() -> None:
-    blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU()) for _ in range(14)]
-    net, x = nn.Sequential(*blocks), torch.randn(4, 8)
-    assert len([*net.modules()]) == 85
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    step = fp.prepare(net, optimizer, loss=lambda model, x: model(x).square().mean(), mesh=Mesh())
-    step(x)
-    (programs,) = [each for cache in step.train._lowered.values() for each in cache._found.values()]
-
-    def compare() -> None:
-        step._follow()
-        assert all(each.holds() for each in programs[0].assumptions)
-
-    times: dict[str, list[float]] = {"step": [], "comparison": []}
-    for _ in range(50):
-        for name, call in (("step", lambda: step(x)), ("comparison", compare)):
-            begin = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - begin)
-    ratio = statistics.median(times["comparison"]) / statistics.median(times["step"])
-    print(f"comparison / step = {ratio:.2%}")
-    assert ratio < 0.05
