@@ -160,9 +160,10 @@ class PreparedStep:
             ema: whether to return a copy of the module with the average of the parameters instead.
         """
         self._follow(overwrites=not ema)
-        current = dict(ChainMap(*self.train.arguments(*self.train.whole(self.state))))
+        buffers = self.train.buffers(self.state) if self.train.passed else {}
+        current = {**buffers, **self.train.params(self.state, ema=ema)}
         if ema:
-            return _filled(deepcopy(self._module), {**current, **self.train.params(self.state, ema=True)})
+            return _filled(deepcopy(self._module), current)
         self._writes.release()
         _filled(self._module, current)
         self._writes.arm()
