@@ -1,4 +1,4 @@
-"""Collectives between gloo processes by every algorithm, in turn in the same processes.
+"""Collectives between gloo processes by every transport, in turn in the same processes.
 
     python benchmarks/collectives.py                                  # 2 and 4 ranks, 4 KiB to 64 MiB
     python benchmarks/collectives.py --ranks 2 --sizes 65536 --kinds all_gather --algorithms shared backend --write
@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from functional_parallel.runtime.algorithms import ALGORITHMS
-from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
+from functional_parallel.runtime import TRANSPORTS, ProcessCommunicator, communicator
 from sharding_specs import Mesh
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
-NAMES = ("auto", *(name for name in ALGORITHMS if name != "two_level"), "backend")
+NAMES = ("auto", *reversed(TRANSPORTS))
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 AXES = ("data",)
 
@@ -62,7 +61,7 @@ def on_processes(ranks: int, args: argparse.Namespace) -> list[list[str]]:
 def rank_of(rank: int, ranks: int, port: int, args: argparse.Namespace, results: object) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    carriers = {name: ProcessCommunicator(Mesh(data=ranks), algorithm=name) for name in args.algorithms}
+    carriers = {name: communicator(Mesh(data=ranks), algorithm=name) for name in args.algorithms}
     rows = []
     for kind in args.kinds:
         for size in args.sizes:

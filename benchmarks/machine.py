@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from model import SIZES, Config
 
-from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
+from functional_parallel.runtime import communicator
 from sharding_specs import Mesh
 
 __all__ = ["HEAD", "bandwidth", "bound", "cells"]
@@ -78,7 +78,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def lines(ranks: int) -> dict[str, list[float]]:
     """Latency, and bytes a second that a rank sends; of an all-reduce those that it sends around a ring."""
-    carrier = ProcessCommunicator(Mesh(all=ranks), algorithm="shared")
+    carrier = communicator(Mesh(all=ranks), algorithm="shared")
     of_a_ring = 2 * (ranks - 1) / ranks
     return {
         "message": _line(_shift, 1.0),

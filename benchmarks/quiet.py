@@ -21,11 +21,17 @@ import torch.distributed as dist
 from makespan import ends, ordinary
 from ours import Ours
 
-from functional_parallel.runtime import ProcessRuntime, default_runtime, use_runtime
-from functional_parallel.runtime.algorithms import launch
-from functional_parallel.runtime.buffers import BucketLayout, FlatOutputs, LazyBucket, to_tensor
-from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
+from functional_parallel.runtime import (
+    ProcessCommunicator,
+    ProcessRuntime,
+    Transport,
+    default_runtime,
+    use_runtime,
+)
 from functional_parallel.schedules import Event
+from functional_parallel.shared_memory import ZeroCopyProgram
+from functional_parallel.shared_memory.packed import LazyBucket, to_tensor
+from functional_parallel.shared_memory.unpacked import BucketLayout, FlatOutputs, SlicedBucket
 from sharding_specs import Mesh
 
 __all__ = ["Quiet"]
@@ -86,6 +92,7 @@ class SilentRuntime(ProcessRuntime):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, algorithm="backend")
         self.carrier: SilentCarrier = SilentCarrier(mesh)
+        self._transport = Transport(SilentCarrier, ZeroCopyProgram)
         self.agree, self.exchange = _agreed, self._alone
 
     def _alone(self, value: Any, purpose: str) -> list[Any]:
@@ -125,14 +132,22 @@ class SilentCarrier(ProcessCommunicator):
         self._turn, self.seconds = 0, 0.0
 
     def start(
-        self, name: str, x: torch.Tensor | LazyBucket, *, axes: Axes, params: Sequence[Any], overwrite: bool, where: str
+        self,
+        name: str,
+        x: torch.Tensor | LazyBucket,
+        *,
+        axes: Axes,
+        params: Sequence[Any] = (),
+        layout: BucketLayout | None = None,
+        **options: Any,
     ) -> Any:
-        return _There(getattr(self, name)(x if name == "psum" else to_tensor(x), axes, *params))
+        if name == "psum" and isinstance(x, LazyBucket) and layout is not None:  # ours sends from where each lies, too
+            return _There(FlatOutputs(x.results()))
+        result = getattr(self, name)(to_tensor(x), axes, *params)
+        return _There(result if layout is None else SlicedBucket(layout, result))
 
-    def psum(self, x: torch.Tensor | LazyBucket, axes: Axes, layout: BucketLayout | None = None) -> Any:
-        if isinstance(x, LazyBucket) and layout is not None:  # ours packs nothing either: it sends from where each lies
-            return FlatOutputs(x.results())
-        return launch.unpack_bucket(to_tensor(x).contiguous(), layout)
+    def psum(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+        return x.contiguous()
 
     def pmax(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         return x.contiguous()
@@ -148,8 +163,8 @@ class SilentCarrier(ProcessCommunicator):
     def psum_scatter(self, x: torch.Tensor, axes: Axes, dim: int) -> torch.Tensor:
         return self._kept(_divided(x.shape, dim, self._size(axes)), x)
 
-    def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, layout: BucketLayout | None = None) -> Any:
-        return launch.unpack_bucket(self._kept(_multiplied(x.shape, dim, self._size(axes)), x), layout)
+    def all_gather(self, x: torch.Tensor, axes: Axes, dim: int) -> torch.Tensor:
+        return self._kept(_multiplied(x.shape, dim, self._size(axes)), x)
 
     def all_to_all(self, x: torch.Tensor, axes: Axes, split_dim: int, concat_dim: int) -> torch.Tensor:
         size = self._size(axes)

@@ -4,6 +4,8 @@ A model is a pure function. A sharding spec is data. Every form of parallelism i
 program that shows all its collectives.
 """
 
+from contextlib import suppress as _suppress
+
 from sharding_specs import keep_as_leaves as _keep_as_leaves
 
 from . import asynchronous, checkpoint, errors, interop, optim, random, schedules, testing
@@ -81,6 +83,9 @@ from .transforms import (
     tensor_parallel,
     zero,
 )
+
+with _suppress(ModuleNotFoundError):  # gloo works without it
+    from . import shared_memory as _shared_memory  # its import registers it
 
 _keep_as_leaves(__name__)
 

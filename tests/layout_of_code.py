@@ -56,6 +56,7 @@ ORDER = [
     "requests",
     "transforms",
     "runtime",
+    "shared_memory",
     "data",
     "checkpoint",
     "lowering",

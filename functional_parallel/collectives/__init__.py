@@ -1,6 +1,6 @@
 """Typed collectives: functions of values. Their forward determines their backward. See README.md in this folder."""
 
-from . import ops, reference, slots  # ops first: the primitives call them
+from . import ops, reference  # ops first: the primitives call them
 from .api import (
     all_gather,
     all_to_all,
@@ -35,7 +35,6 @@ from .dim_split import DimSplit
 from .guards import check_callable, check_op
 from .ops import primitive_of
 from .primitives import apply_primitive, gradients_at_call, keeping_grad_mode
-from .slots import AHEAD, ALIGNMENT, GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, places, slot_bytes
 from .torch_names import broadcast, gather, recv, reduce, scatter, send
 from .types import State, Type, dual, result_type
 from .vmap import dims_of_leaves, is_mapped, vmap

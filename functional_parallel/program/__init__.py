@@ -1,5 +1,6 @@
 """A program: a flat, typed graph of aten ops and named collectives, with its mesh."""
 
+from . import extra_memory
 from .aliasing import (
     aliases_of,
     is_only_use_of_own_memory,
@@ -13,6 +14,7 @@ from .aliasing import (
 from .base import BaseProgram
 from .collectives import COMMUNICATING, OWNED, Collective, bytes_of, collectives_of, counts_of, keep_phases
 from .explain import Explanation, columns, parse_bytes, readable_bytes
+from .extra_memory import ExtraMemory
 from .hardware import HARDWARE, Hardware, Line, hardware_of
 from .host import HostOp, require_capturable
 from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, kind_of_input, memory_of, said_shared
@@ -20,6 +22,5 @@ from .overlap import STARTED, one_scatter_at_a_time, overlapped
 from .pass_table import UNCUT, Intermediate, PassTable
 from .price import Item, Price, price_of
 from .program import Program, has_owner
-from .shared_memory import channel_bytes, shared_by_collectives
 from .traffic import label_traffic
 from .work import flops, recompute_cost

@@ -11,13 +11,13 @@ from sharding_specs import Mesh, P
 
 from ..ir import Traced, canonical_lines, operands_of, primitive_name, program_text
 from ..ops import attention_notes
+from . import extra_memory
 from .base import BaseProgram
 from .collectives import Collective, collectives_of
 from .hardware import Hardware, hardware_of
 from .host import HostOp, host_ops
 from .memory import Memory, memory_of, with_copies
 from .price import Price, price_of
-from .shared_memory import shared_by_collectives
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Program(BaseProgram):
         Raises:
             ValueError: if the mesh has no such rank.
         """
-        shared = shared_by_collectives(self.collectives(), self.mesh)
+        shared = extra_memory.current().of_collectives(self.collectives(), self.mesh)
         memory = replace(memory_of(self.name, self.traced, self.absent(rank)), shared=shared)
         return with_copies(memory, self.traced) if self.is_captured else memory
 

@@ -1,6 +1,6 @@
 """Every rank of a mesh in one process, in lockstep: each op runs for all ranks before the next op.
 
-Collectives are those of `collectives.group`: sums in rank order, in ordinary differentiable torch ops. Derivatives
+Collectives are those of `collectives.reference`: sums in rank order, in ordinary differentiable torch ops. Derivatives
 taken from outside pass through them. They verify the transposes without using them.
 """
 

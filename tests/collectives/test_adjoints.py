@@ -15,7 +15,7 @@ from torch import Tensor
 from functional_parallel.collectives import State, Type, dual
 from functional_parallel.ir.eval_node import explicit_casts
 from functional_parallel.lowering import UNCHECKED, lower
-from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
+from functional_parallel.runtime import communicator
 from functional_parallel.runtime.simulated import SimulatedRuntime
 from sharding_specs import Mesh, P
 from tests.processes import run_on_processes
@@ -84,7 +84,7 @@ def stack_of(spec: P) -> int:
 def on_processes(rank: int) -> dict[str, Found]:
     found = {}
     for reduction in ("fast", "ordered"):
-        with ProcessCommunicator(MESH, reduction=reduction).bound():
+        with communicator(MESH, reduction=reduction).bound():
             for axes, case in product(AXES, EXACT):
                 x = value_of(rank, SHAPE, case.takes, axes, 0)
                 y = value_of(rank, result_shape(case, axes), gradient_state(case), axes, 1)

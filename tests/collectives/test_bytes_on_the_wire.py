@@ -20,11 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_parallel as fp
 from functional_parallel.collectives import apply_primitive
 from functional_parallel.program.collectives import COMMUNICATING
-from functional_parallel.runtime.algorithms import ALGORITHMS
-from functional_parallel.runtime.algorithms.algorithm_group import ROLL_CALL
-from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
-from functional_parallel.runtime.shared_memory import shared
-from functional_parallel.runtime.shared_memory.channels import Channels
+from functional_parallel.runtime import TRANSPORTS, communicator
+from functional_parallel.runtime.processes.messages import ROLL_CALL
+from functional_parallel.shared_memory import collectives as shared
+from functional_parallel.shared_memory.channels import Channels
 from sharding_specs import Mesh, P
 from tests.processes import run_on_processes
 
@@ -46,7 +45,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 ON_SOURCE = P(owner={"i": SOURCE})
 REPLICATED = ("psum", "pmax", "pmin", "pbroadcast")
-SETTINGS = [name for name in ("backend", *ALGORITHMS) if name != "two_level"]  # which needs several hosts
+SETTINGS = list(TRANSPORTS)
 
 
 def counted(kind: str, ranks: int) -> int:
@@ -141,7 +140,7 @@ def passed(rank: int, ranks: int) -> dict[tuple[str, str], int]:
     """Per algorithm and collective, the bytes that this rank passes on."""
     found = {}
     for name in SETTINGS:
-        carrier = ProcessCommunicator(Mesh(i=ranks), algorithm=name)
+        carrier = communicator(Mesh(i=ranks), algorithm=name)
         for kind, body in KINDS.items():
             x = torch.full((ELEMENTS,), float(rank), dtype=torch.float64)
             with carrier.bound():

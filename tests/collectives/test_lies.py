@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from functional_parallel import collectives as fp
 from functional_parallel import errors
 from functional_parallel.collectives import reference
-from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
+from functional_parallel.runtime import communicator
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
 
@@ -49,7 +49,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     x = torch.tensor([1.0, 2.0]) + rank
     results: dict[str, Any] = {"ddp": gradient_of_ddp(rank)}
-    with ProcessCommunicator(Mesh(i=2)).bound():
+    with communicator(Mesh(i=2)).bound():
         for name, collective in {"in_place": in_place, "functional": functional, "ours": ours}.items():
             results[name] = answers(collective, x, weight=rank + 1)
     return results

@@ -16,7 +16,7 @@ from torch import Tensor
 from functional_parallel import collectives as fp
 from functional_parallel.collectives import reference
 from functional_parallel.errors import CollectiveError
-from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
+from functional_parallel.runtime import communicator
 from sharding_specs import Mesh
 from tests.mpirun import run_under_mpirun
 from tests.processes import RankError, run_on_processes
@@ -65,9 +65,7 @@ def derivatives(x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def on_four_ranks(rank: int) -> dict[Any, Any]:
-    carriers = {
-        reduction: ProcessCommunicator(Mesh(**SQUARE), reduction=reduction) for reduction in ("fast", "ordered")
-    }
+    carriers = {reduction: communicator(Mesh(**SQUARE), reduction=reduction) for reduction in ("fast", "ordered")}
     results: dict[Any, Any] = {}
     for (reduction, carrier), axes in product(carriers.items(), AXES):
         with carrier.bound():
@@ -97,19 +95,19 @@ def on_two_ranks(rank: int) -> dict[Any, Any]:
     mesh = Mesh(a=2)
     results: dict[Any, Any] = {}
     for reduction in ("fast", "ordered"):
-        with ProcessCommunicator(mesh, reduction=reduction).bound():
+        with communicator(mesh, reduction=reduction).bound():
             for case in CASES:
                 results[reduction, str(case)] = case.apply(operand(case, [0, 1], rank), ("a",))
             for dtype in DTYPES:
                 results[reduction, dtype] = collectives_of(value_of(rank).to(dtype), ("a",))
-    with ProcessCommunicator(mesh).bound():
+    with communicator(mesh).bound():
         results["empty"] = fp.all_gather(torch.ones(0, 3), "a"), fp.psum(torch.ones(0), "a")
         ignored = torch.func.grad(lambda y: y.sum() + (0 if rank else 1) * fp.all_gather(y, "a").sum())
         results["ignored"] = ignored(torch.ones(2))
-    for algorithm in ("auto", "backend", "shared", "ring"):
-        with ProcessCommunicator(mesh, algorithm=algorithm).bound():
+    for algorithm in ("auto", "backend", "shared"):
+        with communicator(mesh, algorithm=algorithm).bound():
             results["extremes", algorithm] = [(fp.pmax(x, "a"), fp.pmin(x, "a")) for x in extremes(rank)]
-    with ProcessCommunicator(mesh, timeout=timedelta(seconds=1)).bound():
+    with communicator(mesh, timeout=timedelta(seconds=1)).bound():
         results["alone"] = error_of_a_gradient(rank)
     return results
 
@@ -140,7 +138,7 @@ def error_of_a_gradient(rank: int) -> str:
 
 
 def on_the_wrong_number(rank: int) -> None:
-    ProcessCommunicator(Mesh(a=3))
+    communicator(Mesh(a=3))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -221,7 +219,7 @@ def test_derivatives_equal_the_oracles(four: list[dict[Any, Any]]) -> None:
         assert torch.equal(result["backward after the binding"], oracle[0].flatten(0, 1)[rank])
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "backend", "shared", "ring"])
+@pytest.mark.parametrize("algorithm", ["auto", "backend", "shared"])
 def test_the_largest_and_the_smallest_of_few_and_of_many(two: list[dict[Any, Any]], algorithm: str) -> None:
     for index, values in enumerate(zip(extremes(0), extremes(1), strict=True)):
         for result in two:

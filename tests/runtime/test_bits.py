@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.collectives import slots
+from functional_parallel.shared_memory import slots
 from sharding_specs import Mesh, split
 
 from ..processes import run_on_processes

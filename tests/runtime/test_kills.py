@@ -54,12 +54,12 @@ class Case(NamedTuple):
 
 
 CASES = [
-    *(Case("data=2", "zero", name) for name in ("auto", "ring", "backend", "shared")),
-    Case("data=2", "zero", "direct", by_script=True),
+    *(Case("data=2", "zero", name) for name in ("auto", "backend", "shared")),
+    Case("data=2", "zero", "backend", by_script=True),
     Case("pipe=2", "pipeline", "auto"),
     Case("pipe=2", "pipeline", "backend"),
     Case("data=2,tensor=2", "both", "auto"),
-    Case("data=2,tensor=2", "both", "ring", by_script=True),
+    Case("data=2,tensor=2", "both", "backend", by_script=True),
     Case("data=2,tensor=2", "both", "backend"),
 ]
 

@@ -72,7 +72,7 @@ def on_another_batch_of_one_shape(rank: int, algorithm: str) -> dict[str, list[t
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["shared", "ring"])
+@pytest.mark.parametrize("algorithm", ["shared", "backend"])
 def test_another_batch_of_one_shape_on_one_rank(algorithm: str) -> None:
     for rank, found in enumerate(run_on_processes(on_another_batch_of_one_shape, 2, algorithm)):
         for name, (same, other) in found.items():

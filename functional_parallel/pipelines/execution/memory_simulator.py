@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ...ir import Aval, info
-from ...program import Memory, Program, Storage, StorageTable, channel_bytes, kind_of_input, shared_by_collectives
+from ...program import Memory, Program, Storage, StorageTable, extra_memory, kind_of_input
 from ...schedules import Action, Receive, Send
 from ..extract import Subprogram
 from ..memory import PIPELINE_KINDS, PipelineMemory
@@ -164,7 +164,8 @@ class _OneRank:
         self.step = f"before the pipeline, rank {self.rank}"
         self._run_step(inputs)
         own = [one for part in program.programs_of_rank(self.rank) for one in part.collectives()]
-        shared = shared_by_collectives(own, program.mesh) + sum(map(channel_bytes, self.messages.values()))
+        extra = extra_memory.current()
+        shared = extra.of_collectives(own, program.mesh) + sum(map(extra.of_messages, self.messages.values()))
         name, tally = f"{program.name}, rank {self.rank} of {program.axis!r}", self.tally
         return Memory(name, tuple(tally.curve), tuple(tally.steps), tally.most, tally.largest, shared)
 

@@ -3,5 +3,5 @@
 from .call_guard import CallGuard
 from .call_log import READS, CallLog, GroupWaits, is_ahead
 from .handle import ProcessGroupRef
-from .running import CollectiveSteps, PendingCollective, RunningCollective, Waitable
-from .waits import CURRENT, CollectiveWait, Lost, NamedWait, WaitFor, brief, note_step, rank_name, rank_names
+from .running import PendingCollective, Waitable
+from .waits import CURRENT, CollectiveWait, Lost, NamedWait, Operand, brief, note_step, rank_name, rank_names

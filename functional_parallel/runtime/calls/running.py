@@ -1,20 +1,9 @@
-"""A collective in flight: started when its operand is ready, waited for when its result is needed.
-
-The algorithm is torch's, or a generator that sends, then yields the messages that it must wait for.
-
-    def exchange(team, x, result):
-        messages = team.messages()
-        yield [messages.receive(result, 1), messages.send(x, 1)]
-
-The code before the first `yield` runs when the collective starts, the rest when it is waited for. An algorithm of one
-round therefore runs during the computation, and no algorithm needs a thread. All ranks run one program: they start
-and wait for the same collectives in the same order. A waiting rank therefore always waits for a collective in flight.
-"""
+"""A collective in flight: started when its operand is ready, waited for when its result is needed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -29,35 +18,6 @@ class Waitable(Protocol):
     """A message in flight, such as torch's handle of an asynchronous operation."""
 
     def wait(self) -> bool | None: ...
-
-
-CollectiveSteps = Generator[Sequence[Waitable], None, None]
-
-
-class RunningCollective:
-    """Run the steps of one collective on this rank. The first step runs immediately."""
-
-    __slots__ = ("_awaited", "_steps")
-
-    def __init__(self, steps: CollectiveSteps) -> None:
-        self._steps: CollectiveSteps | None = steps
-        self._awaited: Sequence[Waitable] = ()
-        self.step()
-
-    def wait(self) -> None:
-        """Run all steps. A second call has no effect."""
-        while self._steps is not None:
-            self.step()
-
-    def step(self) -> None:
-        """Wait for the messages in flight and run to the next wait."""
-        assert self._steps is not None
-        for message in self._awaited:
-            message.wait()
-        try:
-            self._awaited = next(self._steps)
-        except StopIteration:
-            self._steps, self._awaited = None, ()
 
 
 class PendingCollective:
@@ -84,6 +44,12 @@ class PendingCollective:
         """Wait and return the result of a collective without a layout."""
         result: Tensor = self.wait()
         return result
+
+    def then(self, convert: Callable[[Any], Any]) -> PendingCollective:
+        """Convert the result."""
+        finish = self._finish
+        self._finish = lambda: convert(finish())
+        return self
 
     def _noted(self, act: Callable[[], Result]) -> Result:
         before, CURRENT.on = CURRENT.on, self._on

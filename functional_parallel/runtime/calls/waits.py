@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import torch
 
 from sharding_specs import Mesh
 
 from ...errors import CallMismatchError, CollectiveError
-from ..buffers import Operand
 
 Errors = type[Exception] | tuple[type[Exception], ...]
 
@@ -165,6 +166,15 @@ def _call() -> str:
     return f"{step} (call {CURRENT.count}, which {CURRENT.calls[-1]})"
 
 
+class Operand(Protocol):
+    """Operand of a collective, as messages describe it."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 class CollectiveWait(NamedWait):
     """A wait for the result of a collective."""
 
@@ -180,6 +190,3 @@ class CollectiveWait(NamedWait):
     def what(self) -> str:
         dtype = str(self._dtype).removeprefix("torch.")
         return f"{self._operation} over {self._axes} of {dtype}{list(self._shape)}"
-
-
-WaitFor = Callable[[str, Operand, tuple[str, ...]], CollectiveWait]

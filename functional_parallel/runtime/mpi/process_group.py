@@ -16,8 +16,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from ..buffers import flat_if_adjacent
 from ..calls import CURRENT
+from ..joined import flat_if_adjacent
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,

@@ -11,10 +11,9 @@ import torch
 
 from ...ir import Aval
 from ...schedules import Action, Receive, Send
-from ..algorithms import COMPLETED
-from ..buffers import as_bytes
 from ..calls import NamedWait, Waitable, rank_name
-from ..processes import ProcessCommunicator
+from ..joined import as_bytes
+from ..processes import COMPLETED, ProcessCommunicator
 
 _KINDS = (RuntimeError, ValueError)  # errors of torch's messages
 

@@ -1,4 +1,8 @@
 """One rank of a mesh per process, over torch.distributed."""
 
-from .process_communicator import ProcessCommunicator
+from .groups import Axes, AxisGroup
+from .messages import COMPLETED, Messages
+from .process_communicator import GATHERED, ProcessCommunicator
 from .processes import ProcessRuntime
+from .rank_program import RankProgram, Readers
+from .transports import ALGORITHM_VARIABLE, TRANSPORTS, Transport, communicator

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buffers import as_bytes, cat_or_view, from_bytes
-from ..calls import CallLog, PendingCollective, Waitable, WaitFor
+from ..calls import CallLog, CollectiveWait, PendingCollective, Waitable
+from ..joined import as_bytes, cat_or_view, from_bytes
 from .groups import Axes, MeshGroups
 
 Result = TypeVar("Result")
@@ -23,31 +23,28 @@ Result = TypeVar("Result")
 class TorchCollectives:
     """Collectives by the backend of a mesh's process groups."""
 
-    def __init__(self, groups: MeshGroups, doing: CallLog, wait: WaitFor) -> None:
-        self._groups, self._doing, self._wait_for = groups, doing, wait
+    def __init__(self, groups: MeshGroups, doing: CallLog) -> None:
+        self._groups, self._doing = groups, doing
 
-    def all_reduce(self, x: Tensor, axes: Axes, overwrite: bool, finish: Callable[[Tensor], Any]) -> PendingCollective:
+    def all_reduce(self, x: Tensor, axes: Axes, overwrite: bool, wait: CollectiveWait) -> PendingCollective:
         in_place = overwrite and x.is_contiguous()
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
         handle = self._groups.over(axes).handle
-        return self._started(
-            "psum", x, axes, lambda: dist.all_reduce(result, group=handle, async_op=True), lambda: finish(result)
-        )
+        return self._started(wait, axes, lambda: dist.all_reduce(result, group=handle, async_op=True), lambda: result)
 
-    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> PendingCollective:
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int, wait: CollectiveWait) -> PendingCollective:
         members = self._groups.over(axes)
         chunks = torch.stack(members.by_seat(x.detach().chunk(members.size, dim)))
         result = torch.empty_like(chunks[0])
         return self._started(
-            "psum_scatter",
-            x,
+            wait,
             axes,
             lambda: dist.reduce_scatter_tensor(result, chunks, group=members.handle, async_op=True),
             lambda: result,
         )
 
     def all_gather(
-        self, operation: str, x: Tensor, axes: Axes, finish: Callable[[list[Tensor]], Result]
+        self, x: Tensor, axes: Axes, finish: Callable[[list[Tensor]], Result], wait: CollectiveWait
     ) -> PendingCollective:
         """Gather all ranks' values and pass them to `finish`, in the order of the axes."""
         members = self._groups.over(axes)
@@ -57,8 +54,7 @@ class TorchCollectives:
         is_nccl = members.backend == "nccl"
         gather = partial(dist.all_gather_into_tensor, buffer) if is_nccl else partial(dist.all_gather, parts)
         return self._started(
-            operation,
-            x,
+            wait,
             axes,
             lambda: gather(mine, members.handle, async_op=True),
             lambda: finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)]),
@@ -66,11 +62,11 @@ class TorchCollectives:
 
     def all_to_all(
         self,
-        operation: str,
         x: Tensor,
         chunks: Sequence[Tensor],
         axes: Axes,
         finish: Callable[[list[Tensor]], Result],
+        wait: CollectiveWait,
         expected: Sequence[Sequence[int]] | None = None,
     ) -> PendingCollective:
         """Send chunk i to rank i. Pass the received chunks to `finish`, in the order of the axes.
@@ -92,29 +88,27 @@ class TorchCollectives:
             return finish([from_bytes(part, x).reshape(shape) for part, shape in parts])
 
         return self._started(
-            operation,
-            x,
+            wait,
             axes,
             lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
             end,
         )
 
-    def broadcast(self, operation: str, x: Tensor, axes: Axes, source: int) -> PendingCollective:
+    def broadcast(self, x: Tensor, axes: Axes, source: int, wait: CollectiveWait) -> PendingCollective:
         """Send the value of the rank at index `source` to every rank."""
         members = self._groups.over(axes)
         buffer = as_bytes(x).clone()
         return self._started(
-            operation,
-            x,
+            wait,
             axes,
             lambda: dist.broadcast(buffer, members.ranks[source], members.handle, async_op=True),
             lambda: from_bytes(buffer, x).reshape(x.shape),
         )
 
     def _started(
-        self, operation: str, x: Tensor, axes: Axes, start: Callable[[], Waitable | None], finish: Callable[[], Any]
+        self, wait: CollectiveWait, axes: Axes, start: Callable[[], Waitable | None], finish: Callable[[], Any]
     ) -> PendingCollective:
-        """Start a collective of the backend, and announce it to ranks that wait for this one in shared memory."""
+        """Start a collective of the backend, and announce it to ranks that wait for this one elsewhere."""
         self._doing.announce()
         roll_call = self._groups.over(axes).roll_call
 
@@ -123,4 +117,4 @@ class TorchCollectives:
                 roll_call.ask().wait()
             return start()
 
-        return PendingCollective(start_together, finish, self._wait_for(operation, x, axes))
+        return PendingCollective(start_together, finish, wait)

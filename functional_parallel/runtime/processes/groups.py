@@ -6,11 +6,10 @@ were created on first use, two ranks that first use them in different orders wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import cached_property
-from itertools import chain, combinations, count
+from itertools import chain, combinations
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,45 +18,45 @@ from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from ..algorithms import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
-from ..calls import CallLog, CollectiveSteps, GroupWaits, ProcessGroupRef, Waitable, rank_name
+from ..calls import CallLog, GroupWaits, ProcessGroupRef, Waitable, rank_name
 from ..watch import recorded
+from .messages import COMPLETED, ROLL_CALL, TAG_BITS, TaggedMessages
 
 _MOST_AXES_TOGETHER = 3
 Axes = tuple[str, ...]
+Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class _TaggedGroup:
-    """One of torch's process groups, and the tags of the library's own algorithms on it. Axes share both."""
+class AxisGroup:
+    """The ranks of one collective, numbered in the order of the axes, the first axis major.
 
-    handle: ProcessGroupRef
-    tags: Iterator[int] = field(default_factory=count)
+    `seats` has each rank's number in torch's group, which is in the order of global ranks.
+    """
 
-
-class AxisGroup(RankGroup):
-    """The ranks of one collective."""
-
-    def __init__(self, group: _TaggedGroup, rank: int, ranks: tuple[int, ...], waits: GroupWaits) -> None:
-        super().__init__(ranks.index(rank), len(ranks))
-        self._handle, self._tags = group.handle, group.tags
-        self.ranks, self._waits = ranks, waits  # global ranks in the order of the axes, the first axis major
-        self.seats = tuple(sorted(ranks).index(each) for each in ranks)  # in torch's group, by global rank
+    def __init__(self, handle: ProcessGroupRef, rank: int, ranks: tuple[int, ...], waits: GroupWaits) -> None:
+        self._handle, self.ranks, self.waits = handle, ranks, waits
+        self.rank, self.size = ranks.index(rank), len(ranks)
+        self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(self.handle))
         # before bytes of one call are used for another; None if the check would take time on a device
         self.roll_call: _CallCheck | None = None
         if self.backend in ("gloo", "mpi4py"):
-            self.roll_call = _CallCheck(self.others(), self.messages(ROLL_CALL), waits)
+            others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all begin with one rank
+            self.roll_call = _CallCheck(others, TaggedMessages(handle, self.seats, lambda: ROLL_CALL), waits)
 
     @property
     def handle(self) -> dist.ProcessGroup:
         """Torch's process group, for as long as torch holds it."""
         return self._handle.group
 
-    def messages(self, tag: int = 0) -> TaggedMessages:
-        return TaggedMessages(self._handle, self.seats, tag)
+    def messages(self) -> TaggedMessages:
+        """Return messages to single ranks. On gloo, ranks in different calls do not receive each other's."""
+        doing = self.waits.doing
+        return TaggedMessages(
+            self._handle, self.seats, lambda: doing.brief(TAG_BITS - 1) if self.backend == "gloo" else 0
+        )
 
-    def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def in_order(self, parts: Sequence[Value]) -> list[Value]:
         """Reorder from torch's order to the order of the axes."""
         return [parts[seat] for seat in self.seats]
 
@@ -66,14 +65,9 @@ class AxisGroup(RankGroup):
         placed = dict(zip(self.seats, parts, strict=True))
         return [placed[seat] for seat in range(len(parts))]
 
-    @cached_property
-    def team(self) -> AlgorithmGroup:
-        """The group as needed by the library's own algorithms. The first access is a collective."""
-        return AlgorithmGroup(self.handle, self.rank, self.seats, self._waits, self._tags)
-
 
 class _CallCheck:
-    """One rank's end of a check that all ranks make the same call, if no signals through shared memory report it.
+    """One rank's end of a check that all ranks make the same call.
 
     Messages and the backend's collectives carry bytes only, and two different calls may send equally many. The ranks
     therefore exchange their call ids with the first collective of every call. The answer arrives with the first result.
@@ -94,12 +88,6 @@ class _CallCheck:
             self._asked = self._waits.doing.mark
             self._answer = _Answer(self._others, self._messages, self._waits)
         return self._answer
-
-    def before(self, steps: CollectiveSteps) -> CollectiveSteps:
-        """Yield the steps of a collective. The first one also waits for the check that all ranks make the same call."""
-        answer = self.ask()
-        for awaited in steps:
-            yield [answer, *awaited]
 
 
 class _Answer:
@@ -137,7 +125,7 @@ class MeshGroups:
         if ranks == (self._rank,) and members not in self._groups:  # the other ranks take no part
             with recorded():
                 group = dist.new_group([self._rank], timeout=self._timeout, use_local_synchronization=True)
-            self._groups[members] = _TaggedGroup(ProcessGroupRef(group))
+            self._groups[members] = ProcessGroupRef(group)
         if members not in self._groups:
             raise ValueError(
                 f"a collective over {axes}: process groups are made for at most {_MOST_AXES_TOGETHER} axes together, "
@@ -149,7 +137,7 @@ class MeshGroups:
         return self._found[axes]
 
 
-def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], _TaggedGroup]:
+def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], ProcessGroupRef]:
     """Return a rank's process groups by their ranks. Every rank creates every group, in the same order."""
     names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
     few = chain.from_iterable(combinations(names, number) for number in range(1, _MOST_AXES_TOGETHER + 1))
@@ -159,4 +147,4 @@ def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[froze
             if frozenset(ranks) not in made:
                 with recorded():
                     made[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
-    return {ranks: _TaggedGroup(ProcessGroupRef(group)) for ranks, group in made.items() if rank in ranks}
+    return {ranks: ProcessGroupRef(group) for ranks, group in made.items() if rank in ranks}

@@ -1,9 +1,7 @@
 """Collectives between real processes, over torch.distributed with nccl, gloo, mpi or mpi4py.
 
-On gloo, sums, gathers and exchanges use the algorithms in `algorithms`, which are faster than gloo's own. On other
-backends they use the backend's. A reduce-scatter is an exchange of chunks and a sum in rank order. It has the same
-traffic, gives the same sums as `collectives.group`, and avoids gaps in the backends. Only nccl uses its own, which is
-faster.
+A reduce-scatter is an exchange of chunks and a sum in rank order. It has the same traffic, gives the same sums as
+`collectives.reference`, and avoids gaps in the backends. Only nccl uses its own, which is faster.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +17,15 @@ from torch import Tensor
 
 from sharding_specs import Mesh
 
-from ...collectives import GATHERED, are_bound, bind, reference
+from ...collectives import are_bound, bind, reference
 from ...errors import BackendError
-from ..algorithms import Algorithm, AlgorithmGroup, Selection, TaggedMessages, launch, requested_algorithm, select
-from ..buffers import BucketLayout, Operand, cat_or_view, to_tensor
-from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name
+from ..calls import CallLog, CollectiveWait, NamedWait, Operand, PendingCollective, rank_name
+from ..joined import cat_or_view
 from .backend import TorchCollectives
-from .groups import Axes, AxisGroup, MeshGroups
+from .groups import Axes, MeshGroups
+from .messages import Messages
 
+GATHERED = 1 << 20  # bytes of all ranks: up to this size a maximum gathers all values; above, chunks are exchanged
 _REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
 _REDUCED_BY = dict.fromkeys(("gloo", "nccl"), _REDUCED_BY_ALL | {torch.float16, torch.bfloat16})
 
@@ -35,11 +33,9 @@ _REDUCED_BY = dict.fromkeys(("gloo", "nccl"), _REDUCED_BY_ALL | {torch.float16, 
 class ProcessCommunicator:
     """Communicator of a mesh: runs its collectives between processes of an initialised torch.distributed, one per rank.
 
-    The reduction is "fast", sums in any order, on one host with gloo the same in every run; or "ordered", in rank
-    order, bit-equal to simulated ranks. A timeout of None is torch's default. `algorithm` serves sums, gathers and
-    exchanges on gloo: "auto" selects by a fixed rule, "backend" uses the backend's own, and others are names in
-    `algorithms.ALGORITHMS`. None reads the environment variable `FUNCTIONAL_PARALLEL_ALGORITHM`, by default "auto".
-    Settings must be equal on all ranks.
+    This class uses the backend's collectives. The reduction is "fast", sums in any order, or "ordered", in rank order,
+    bit-equal to simulated ranks. A timeout of None is torch's default. `algorithm` is the requested name of a
+    transport. Settings must be equal on all ranks.
     """
 
     def __init__(
@@ -48,20 +44,18 @@ class ProcessCommunicator:
         *,
         reduction: str = "fast",
         timeout: timedelta | None = None,
-        algorithm: str | None = None,
+        algorithm: str = "backend",
     ) -> None:
         require_as_many(mesh)
         if reduction not in ("fast", "ordered"):
             raise ValueError(f"reduction={reduction!r}: write 'fast' or 'ordered'")
         self.mesh = mesh
         self.rank = dist.get_rank()
-        self.reduction = reduction
-        self.algorithm = requested_algorithm(algorithm, reduction == "ordered")
-        _agree(mesh, {"reduction": reduction, "algorithm": self.algorithm})
+        self.reduction, self.algorithm = reduction, algorithm
+        _agree(mesh, {"reduction": reduction, "algorithm": algorithm})
         self.doing, self.where = CallLog(rank_name(mesh, self.rank)), ""  # source line of the next collectives
         self._groups = MeshGroups(mesh, self.rank, timeout, self.doing)
-        self._backend = TorchCollectives(self._groups, self.doing, self._wait)
-        self._selected: dict[AxisGroup, dict[str, Selection]] = {}
+        self._backend = TorchCollectives(self._groups, self.doing)
 
     def bound(self) -> AbstractContextManager[None]:
         """Bind the axes of the mesh for collectives inside a `with` block."""
@@ -70,100 +64,62 @@ class ProcessCommunicator:
     # --- the primitives ---
 
     def start(
-        self, name: str, x: Operand, *, axes: Axes, params: Sequence[Any], overwrite: bool, where: str
+        self,
+        name: str,
+        x: Tensor,
+        *,
+        axes: Axes,
+        params: Sequence[Any] = (),
+        overwrite: bool = False,
+        where: str = "",
+        operation: str = "",
     ) -> PendingCollective:
-        """Start a primitive, to be waited for later. Until then the operand, a tensor or a bucket, must not change.
+        """Start a primitive, to be waited for later. Until then the operand must not change.
 
-        `name` is psum, psum_scatter, all_gather or all_to_all. `params` are the arguments of its method after `axes`. A
-        sum or gather may also have a layout; it then returns the tensors of that layout. With `overwrite`, the result
-        of a psum may use the operand's memory.
+        `name` is psum, psum_scatter, all_gather or all_to_all. `params` are the arguments of its method after `axes`.
+        With `overwrite`, the result of a psum may use the operand's memory. Messages have `where`, the source line, and
+        `operation` if it differs from `name`.
         """
-        self.where = where
-        try:
-            if name == "psum":
-                return self._start_psum(x, axes, overwrite, *params)
-            if name == "psum_scatter":
-                return self._start_psum_scatter(x, axes, *params)
-            if name == "all_gather":
-                return self._start_all_gather(x, axes, *params)
-            return self._start_all_to_all(to_tensor(x), axes, *params)
-        finally:
-            self.where = ""
+        wait = self._wait(operation or name, x, axes, where)
+        if name == "psum":
+            return self._start_psum(x, axes, wait, overwrite)
+        if name == "psum_scatter":
+            return self._start_psum_scatter(x, axes, wait, *params)
+        if name == "all_gather":
+            return self._start_all_gather(x, axes, wait, *params)
+        return self._start_all_to_all(x, axes, wait, *params)
 
     def psum(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._start_psum(x, axes, False).tensor()
+        return self.start("psum", x, axes=axes).tensor()
 
     def psum_scatter(self, x: Tensor, axes: Axes, dim: int) -> Tensor:
-        return self._start_psum_scatter(x, axes, dim).tensor()
+        return self.start("psum_scatter", x, axes=axes, params=[dim]).tensor()
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Tensor:
-        return self._start_all_gather(x, axes, dim).tensor()
+        return self.start("all_gather", x, axes=axes, params=[dim]).tensor()
 
     def all_to_all(self, x: Tensor, axes: Axes, split_dim: int, concat_dim: int) -> Tensor:
-        return self._start_all_to_all(x, axes, split_dim, concat_dim).tensor()
+        return self.start("all_to_all", x, axes=axes, params=[split_dim, concat_dim]).tensor()
 
-    def _start_psum(
-        self, x: Operand, axes: Axes, overwrite: bool, layout: BucketLayout | None = None
-    ) -> PendingCollective:
-        if chosen := self._chosen("all_reduce", x, axes):
-            started = launch.all_reduce(*chosen, x, overwrite, layout)
-            return self._start_steps("psum", x, axes, chosen, started)
-        x = to_tensor(x)
-        finish = partial(launch.unpack_bucket, layout=layout)
+    def _start_psum(self, x: Tensor, axes: Axes, wait: CollectiveWait, overwrite: bool) -> PendingCollective:
         if self._reduces_itself(x, axes):
-            return self._backend.all_reduce(x, axes, overwrite, finish)
-        return self._backend.all_gather("psum", x, axes, lambda parts: finish(reference.psum(parts)[0]))
+            return self._backend.all_reduce(x, axes, overwrite, wait)
+        return self._backend.all_gather(x, axes, lambda parts: reference.psum(parts)[0], wait)
 
-    def _start_psum_scatter(self, x: Operand, axes: Axes, dim: int) -> PendingCollective:
-        if chosen := self._chosen("reduce_scatter", x, axes):
-            started = launch.reduce_scatter(*chosen, x, dim)
-            return self._start_steps("psum_scatter", x, axes, chosen, started)
-        x = to_tensor(x)
+    def _start_psum_scatter(self, x: Tensor, axes: Axes, wait: CollectiveWait, dim: int) -> PendingCollective:
         if self.reduction == "fast" and self._groups.over(axes).backend == "nccl":
-            return self._backend.reduce_scatter(x, axes, dim)
+            return self._backend.reduce_scatter(x, axes, dim, wait)
         chunks = x.chunk(self._groups.over(axes).size, dim)
-        return self._backend.all_to_all("psum_scatter", x, chunks, axes, lambda parts: reference.psum(parts)[0])
+        return self._backend.all_to_all(x, chunks, axes, lambda parts: reference.psum(parts)[0], wait)
 
-    def _start_all_gather(
-        self, x: Operand, axes: Axes, dim: int, layout: BucketLayout | None = None, operation: str = "all_gather"
-    ) -> PendingCollective:
-        if chosen := self._chosen("all_gather", x, axes):
-            return self._start_steps(operation, x, axes, chosen, launch.all_gather(*chosen, x, dim, layout))
-        return self._backend.all_gather(
-            operation, to_tensor(x), axes, lambda parts: launch.unpack_bucket(cat_or_view(parts, dim), layout)
-        )
+    def _start_all_gather(self, x: Tensor, axes: Axes, wait: CollectiveWait, dim: int) -> PendingCollective:
+        return self._backend.all_gather(x, axes, lambda parts: cat_or_view(parts, dim), wait)
 
     def _start_all_to_all(
-        self, x: Tensor, axes: Axes, split_dim: int, concat_dim: int, operation: str = "all_to_all"
+        self, x: Tensor, axes: Axes, wait: CollectiveWait, split_dim: int, concat_dim: int
     ) -> PendingCollective:
-        if chosen := self._chosen("all_to_all", x, axes):
-            started = launch.all_to_all(*chosen, x, split_dim, concat_dim)
-            return self._start_steps(operation, x, axes, chosen, started)
-        chunks = launch.resolved(x).chunk(self._groups.over(axes).size, split_dim)
-        return self._backend.all_to_all(operation, x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim))
-
-    # --- with the library's algorithms ---
-
-    def _chosen(self, kind: str, x: Operand, axes: Axes) -> tuple[Algorithm, AlgorithmGroup] | None:
-        """Return the algorithm and the group of a collective, or None if it uses the backend's own."""
-        selected = self._selection(axes) if x.device.type == "cpu" else None
-        algorithm = selected[kind].algorithm if selected else None
-        return (algorithm, self._groups.over(axes).team) if algorithm else None
-
-    def _start_steps(
-        self,
-        operation: str,
-        x: Operand,
-        axes: Axes,
-        chosen: tuple[Algorithm, AlgorithmGroup],
-        started: launch.StartedCollective,
-    ) -> PendingCollective:
-        (algorithm, team), (steps, finish) = chosen, started
-        if not algorithm.signals and (roll_call := self._groups.over(axes).roll_call):
-            steps = roll_call.before(steps)
-        return PendingCollective(lambda: team.run(steps), finish, self._wait(operation, x, axes))
-
-    # --- with the backend ---
+        chunks = x.detach().resolve_conj().resolve_neg().chunk(self._groups.over(axes).size, split_dim)
+        return self._backend.all_to_all(x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim), wait)
 
     def ppermute(self, x: Tensor, axes: Axes, pairs: Sequence[int]) -> Tensor:
         """Exchange in which each rank sends to at most one rank. All take part, so no order can deadlock."""
@@ -177,7 +133,7 @@ class ProcessCommunicator:
         def finish(received: list[Tensor]) -> Tensor:
             return received[sources[me]] if me in sources else torch.zeros_like(x)
 
-        return self._backend.all_to_all("ppermute", x, to_send, axes, finish, expected).tensor()
+        return self._backend.all_to_all(x, to_send, axes, finish, self._wait("ppermute", x, axes), expected).tensor()
 
     def pmax(self, x: Tensor, axes: Axes) -> Tensor:
         return self._extreme("pmax", x, axes, reference.pmax)
@@ -194,29 +150,30 @@ class ProcessCommunicator:
         """
         count = self._groups.over(axes).size
         if count * x.nbytes <= GATHERED:
-            gathered = self._start_all_gather(x.unsqueeze(0), axes, 0, operation=operation).wait()
+            gathered = self.start("all_gather", x.unsqueeze(0), axes=axes, params=[0], operation=operation).tensor()
             return among(gathered.unbind())[0]
         padded = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % count))
-        mine = self._start_all_to_all(padded, axes, 0, 0, operation).wait().chunk(count)
-        gathered = self._start_all_gather(among(mine)[0], axes, 0, operation=operation).tensor()
+        chunks = self.start("all_to_all", padded, axes=axes, params=[0, 0], operation=operation).tensor()
+        mine = among(chunks.chunk(count))[0]
+        gathered = self.start("all_gather", mine, axes=axes, params=[0], operation=operation).tensor()
         return gathered[: x.numel()].view(x.shape)
 
     def pbroadcast(self, x: Tensor, axes: Axes, source: int) -> Tensor:
-        return self._backend.broadcast("pbroadcast", x, axes, source).tensor()
+        return self._backend.broadcast(x, axes, source, self._wait("pbroadcast", x, axes)).tensor()
 
     # --- values of one rank ---
 
     def broadcast(self, x: Tensor, axes: Axes, owner: int) -> Tensor:
         held = x if self.axis_index(axes) == owner else self._room(x.shape, x.dtype, axes)
-        return self._backend.broadcast("broadcast", held, axes, owner).tensor()
+        return self._backend.broadcast(held, axes, owner, self._wait("broadcast", held, axes)).tensor()
 
     def scatter(self, x: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
         chunks = x.chunk(self._groups.over(axes).size, dim)
         nothing = self._room((0,), x.dtype, axes)
         to_send = chunks if self.axis_index(axes) == owner else [nothing] * len(chunks)
         expected = [chunk.shape if rank == owner else (0,) for rank, chunk in enumerate(chunks)]
-        received = self._backend.all_to_all("scatter", nothing, to_send, axes, lambda parts: parts[owner], expected)
-        return received.tensor()
+        wait = self._wait("scatter", nothing, axes)
+        return self._backend.all_to_all(nothing, to_send, axes, lambda parts: parts[owner], wait, expected).tensor()
 
     def gather(self, x: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
         return torch.cat(self._collected("gather", x, axes, owner), dim)
@@ -233,7 +190,8 @@ class ProcessCommunicator:
         def finish(received: list[Tensor]) -> list[Tensor]:
             return received if is_owner else [x.to("meta")] * ranks
 
-        result: list[Tensor] = self._backend.all_to_all(operation, x, to_send, axes, finish, expected).wait()
+        wait = self._wait(operation, x, axes)
+        result: list[Tensor] = self._backend.all_to_all(x, to_send, axes, finish, wait, expected).wait()
         return result
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype, axes: Axes) -> Tensor:
@@ -246,41 +204,18 @@ class ProcessCommunicator:
 
     # --- queries ---
 
-    def _wait(self, operation: str, x: Operand, axes: Axes) -> CollectiveWait:
+    def _wait(self, operation: str, x: Operand, axes: Axes, where: str = "") -> CollectiveWait:
         wait = CollectiveWait(self.mesh, self.rank, self._groups.over(axes).ranks, operation, x, axes)
-        wait.where = self.where
+        wait.where = where or self.where
         return wait
 
-    def messages(self, axes: Axes, device: torch.device) -> AlgorithmGroup | TaggedMessages:
+    def messages(self, axes: Axes, device: torch.device) -> Messages:
         """Return messages along some axes, with ranks numbered in their order. All ranks must call this."""
-        members, selected = self._groups.over(axes), self._selection(axes) if device.type == "cpu" else None
-        return members.messages() if selected is None else members.team
+        return self._groups.over(axes).messages()
 
     def algorithms(self, axes: Axes) -> str:
-        """Return the algorithms of collectives over these axes, and the reasons. The first call is a collective."""
-        members, selected = self._groups.over(axes), self._selection(axes)
-        if selected is None:
-            return f"collectives over {axes} go the way of the backend, {members.backend}"
-        hosts = len(members.team.hosts)
-        lines = [f"{members.team.size} ranks on {hosts} host{'s' * (hosts > 1)}"]
-        for kind, found in selected.items():
-            name = "backend" if found.algorithm is None else found.algorithm.name
-            lines.append(f"{kind:14}  {name:9}  {found.because}")
-        return "\n".join(lines)
-
-    def _selection(self, axes: Axes) -> dict[str, Selection] | None:
-        """Return the algorithms of a group, or None if the backend runs all its collectives."""
-        members = self._groups.over(axes)
-        if self.algorithm == "backend" or members.backend != "gloo" or members.size == 1:
-            return None
-        if members not in self._selected:
-            what = f"the first collective over {axes}, in which its ranks find each other,"
-            wait = NamedWait(self.mesh, self.rank, members.ranks, what)
-            wait.where = self.where
-            with wait.noted():
-                team = members.team
-            self._selected[members] = select(team, self.algorithm, self.reduction == "ordered")
-        return self._selected[members]
+        """Return the way of collectives over these axes. All ranks must call this."""
+        return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
 
     def require_capturable(self, name: str, axes: Iterable[Axes]) -> None:
         """Raise `BackendError` unless a CUDA graph can hold collectives over these axes."""

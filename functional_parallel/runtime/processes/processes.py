@@ -38,8 +38,8 @@ from ..launchers import launch_of_environment
 from ..mpi import MPI_BACKENDS, chosen_backend, start_mpi
 from ..watch import Watch, launched_store, recorded, watch_processes
 from .control_group import ControlGroup
-from .process_communicator import ProcessCommunicator, require_as_many
-from .rank_program import RankProgram
+from .process_communicator import require_as_many
+from .transports import requested_transport
 
 Value = TypeVar("Value")
 
@@ -65,8 +65,10 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         self.mesh, self.turn = mesh, CallGuard()
         wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "making process groups")
         with wait.noted():
-            self.carrier = ProcessCommunicator(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
-            self.algorithm = self.carrier.algorithm
+            self.algorithm, self._transport = requested_transport(algorithm)
+            self.carrier = self._transport.communicator(
+                mesh, reduction=reduction, timeout=limit, algorithm=self.algorithm
+            )
             self.rank, self._meeting = self.carrier.rank, ControlGroup(mesh, limit, self.carrier.doing, self.turn)
         self.device = _device_of_ranks()
 
@@ -77,7 +79,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return self._meeting.exchange(value, purpose)
 
     def algorithms(self, *axes: str) -> str:
-        """Return a table of the algorithms, with reasons, for collectives over these axes. All ranks must call this."""
+        """Return the way of collectives over these axes. All ranks must call this."""
         return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
 
     @property
@@ -183,7 +185,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         """Run one of several programs of a step. Ranks have agreed, axes are bound, and nothing is differentiated."""
         made = program.cache.get("process")
         if made is None or made[0] is not self.carrier:  # for example after another init_process_group
-            function = RankProgram(program, self.carrier).function()
+            function = self._transport.program(program, self.carrier).function()
             function = CapturedFunction(program, function) if program.is_captured else function
             made = program.cache["process"] = (self.carrier, function)
         result: list[torch.Tensor] = made[1](handles)
@@ -200,7 +202,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     def run_recorded(self, log: Log, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program like `run_plain`, but op by op, and log the op that computed a non-finite value."""
-        one = RankProgram(program, self.carrier, record=True)
+        one = self._transport.program(program, self.carrier, record=True)
         assert one.record is not None
         return one.record.run(one.function(), handles, log)
 

@@ -4,7 +4,7 @@ Every rank holds one connection to rank 0. It closes when a process dies, for an
 seconds sends its position; rank 0 compares the positions. The thread does not slow down steps: it wakes once a second.
 """
 
-from .connections import recorded
+from .connections import host_identity, recorded
 from .lines import keep_alive
 from .start import START_VARIABLE, launched_store, own_addresses, start_seconds, watch_processes
 from .watch import Watch

@@ -1,4 +1,4 @@
-"""gloo's connections. Shutting them down ends every wait of gloo in this process by an error.
+"""Host of this process, and gloo's connections. Shutting them down ends every wait of gloo in this process by an error.
 
 torch has no call that ends a wait for a message from another thread. If a connection is shut down, gloo
 treats it as closed by the peer, so every wait on it raises. The sockets are found by comparing the process's open files
@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -18,6 +19,15 @@ from ..mpi import MPI_BACKENDS
 
 _FILES = "/proc/self/fd"
 _made: dict[int, int] = {}  # descriptor → inode: another file may get the number of a closed one
+
+
+def host_identity() -> str:
+    """Return an id that is equal for processes that Unix sockets can connect: one kernel, one network namespace."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ...errors import CollectiveError
 from ..calls import CURRENT, brief
 from ..launchers import Launch
-from ..shared_memory import host_identity
+from .connections import host_identity
 from .watch import Name, Watch, missing_text, report_missing
 
 START_VARIABLE = "FUNCTIONAL_PARALLEL_START_TIMEOUT"

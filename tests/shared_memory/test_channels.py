@@ -12,12 +12,15 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from functional_parallel.errors import CallMismatchError
-from functional_parallel.runtime.algorithms import COMPLETED, AlgorithmGroup, algorithm_group
+from functional_parallel.runtime import COMPLETED
 from functional_parallel.runtime.calls import CallLog, GroupWaits
-from functional_parallel.runtime.shared_memory import channels
-from functional_parallel.runtime.shared_memory.channels import Channels
+from functional_parallel.shared_memory import channels, host_group
+from functional_parallel.shared_memory.channels import Channels
+from functional_parallel.shared_memory.host_group import HostGroup
 from tests.processes import run_on_processes
-from tests.runtime.test_algorithms import led_by_rank_0
+
+from .groups import group_of_all
+from .test_collectives import led_by_rank_0
 
 ROOM = 1 << 12
 
@@ -85,7 +88,7 @@ def talks(draw: st.DrawFn, size: int) -> list[dict[str, int]]:
     return draw(st.lists(one, min_size=1, max_size=60))
 
 
-def follow(ours: AlgorithmGroup, rank: int, talk: list[dict[str, Any]]) -> None:
+def follow(ours: HostGroup, rank: int, talk: list[dict[str, Any]]) -> None:
     """Send and expect in the order of the talk; wait for what is expected in another."""
     expected: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
     sent: list[tuple[Any, torch.Tensor]] = []
@@ -116,11 +119,10 @@ def follow(ours: AlgorithmGroup, rank: int, talk: list[dict[str, Any]]) -> None:
 
 
 def with_little_room(rank: int, size: int) -> bool:
-    channels.ROOM, channels.LARGEST, channels._MOST_UNDER_WAY = ROOM, ROOM // 2, 5
-    algorithm_group.LARGEST = channels.LARGEST
-    ours = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
+    channels.ROOM, channels._MOST_UNDER_WAY, host_group.LARGEST = ROOM, 5, ROOM // 2
+    ours = group_of_all(rank, size)
     led_by_rank_0(rank, talks(size), lambda talk: follow(ours, rank, talk))
-    return ours.shared is not None
+    return ours.memory is not None
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -129,9 +131,9 @@ def test_any_talk(size: int) -> None:
 
 
 def between_hosts(rank: int, size: int) -> bool:
-    ours = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)), host="aabb"[rank])
+    ours = group_of_all(rank, size, host="aabb"[rank])
     led_by_rank_0(rank, talks(size), lambda talk: follow(ours, rank, talk))
-    return ours.shared is not None and ours.is_on_one_host
+    return ours.shares_all
 
 
 def test_ranks_on_two_hosts_talk_too() -> None:
@@ -144,7 +146,7 @@ def test_ranks_on_two_hosts_talk_too() -> None:
 
 
 def with_a_rank_that_dies(rank: int) -> tuple[str, float]:
-    ours = AlgorithmGroup(dist.group.WORLD, rank, [0, 1])
+    ours = group_of_all(rank, 2)
     if rank == 1:
         os._exit(17)
     began = time.monotonic()
@@ -159,7 +161,7 @@ def test_a_rank_that_died_is_named_at_once() -> None:
 
 
 def with_a_rank_that_never_reads(rank: int) -> str:
-    ours = AlgorithmGroup(dist.group.WORLD, rank, [0, 1], GroupWaits(timeout=1.0))
+    ours = group_of_all(rank, 2, GroupWaits(timeout=1.0))
     if rank == 1:
         dist.barrier()
         return ""

@@ -1,11 +1,11 @@
-"""Every algorithm gives the mathematical result, on real processes, in any size, with several under way at once."""
+"""Collectives through shared memory give the mathematical result, in any size, with several under way at once."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_parallel.collectives import reference, slots
+from functional_parallel.collectives import reference
 from functional_parallel.errors import CollectiveError
-from functional_parallel.runtime.algorithms import (
-    ALGORITHMS,
-    Algorithm,
-    AlgorithmGroup,
-    launch,
-)
-from functional_parallel.runtime.buffers import BucketLayout, LazyBucket
-from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
-from functional_parallel.runtime.shared_memory import memory as shared_memory
+from functional_parallel.runtime import communicator
+from functional_parallel.shared_memory import collectives, slots
+from functional_parallel.shared_memory import memory as shared_memory
+from functional_parallel.shared_memory.memory import SharedMemory
+from functional_parallel.shared_memory.packed import LazyBucket
+from functional_parallel.shared_memory.start import START
+from functional_parallel.shared_memory.unpacked import BucketLayout
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
 
+from .groups import memory_of_all
+
 EXAMPLES = 15
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+KINDS = tuple(START)
 DTYPES = (torch.float64, torch.float32, torch.int32, torch.bfloat16, torch.uint8)
 
 
@@ -85,14 +85,15 @@ def told() -> Any:
     return box[0]
 
 
-def start(team: AlgorithmGroup, name: str, case: Case) -> Callable[[], None]:
+def start(memory: SharedMemory, case: Case) -> Callable[[], None]:
     """Start a collective; what is returned waits for it and compares."""
-    algorithm, size, rank = ALGORITHMS[name], team.size, team.rank
-    operands = [operand(case, source, size, algorithm.is_ordered) for source in range(size)]
+    size, rank = memory.size, memory.rank
+    operands = [operand(case, source, size) for source in range(size)]
     mine, kind = operands[rank], case["kind"]
-    layout, kept = None, []
-    if kind == "all_reduce":
+    layout, kept, params = None, [], (0,)
+    if kind == "psum":
         wanted, x = [reference.psum(operands)[rank].clone()], sent(case, mine, 1)
+        params = ()
         if case["packed"]:
             both = leaves(case, mine, 1)
             x = LazyBucket(both, 1, [0, 0], case["given_up"])
@@ -100,35 +101,28 @@ def start(team: AlgorithmGroup, name: str, case: Case) -> Callable[[], None]:
             lengths = [each.numel() for each in both]
             wanted = list(wanted[0].split(lengths))
             layout = BucketLayout(1, ((0, (lengths[0],), 0), (lengths[0], (lengths[1],), 0)))
-        steps, result = launch.all_reduce(algorithm, team, x, case["in_place"], layout)
-    elif kind == "reduce_scatter":
-        wanted = [reference.psum_scatter(operands, 0)[rank]]
-        steps, result = launch.reduce_scatter(algorithm, team, sent(case, mine, size), 0)
+    elif kind == "psum_scatter":
+        wanted, x = [reference.psum_scatter(operands, 0)[rank]], sent(case, mine, size)
     elif kind == "all_gather":
-        wanted = [torch.cat(operands)]
+        wanted, x = [torch.cat(operands)], sent(case, mine, 1)
         if case["packed"]:
             parts = [leaves(case, x, 1) for x in operands]
             wanted = [torch.cat([part[index] for part in parts], index) for index in range(2)]
             first, second = parts[rank]
             layout = BucketLayout(size, ((0, tuple(first.shape), 0), (first.numel(), tuple(second.shape), 1)))
-        steps, result = launch.all_gather(algorithm, team, sent(case, mine, 1), 0, layout)
     else:
-        wanted = [torch.cat([each.chunk(size, 0)[rank] for each in operands])]
-        steps, result = launch.all_to_all(exchanging(algorithm), team, mine, 0, 0)
-    running = team.run(steps)
+        wanted, x, params = [torch.cat([each.chunk(size, 0)[rank] for each in operands])], mine, (0, 0)
+    steps, result = START[kind](memory, x, *params, overwrite=case["in_place"], layout=layout)
+    running = memory.run(steps)
 
     def finish() -> None:
         running.wait()
         found = result()
         results = [found] if layout is None else [found.take(index) for index in (1, 0)][::-1]
-        assert all(map(torch.equal, results, wanted)), (name, case)
-        assert all(torch.equal(now, before) for now, before in kept), (name, case)
+        assert all(map(torch.equal, results, wanted)), case
+        assert all(torch.equal(now, before) for now, before in kept), case
 
     return finish
-
-
-def exchanging(algorithm: Algorithm) -> Algorithm:
-    return algorithm if algorithm.all_to_all else ALGORITHMS["direct"]
 
 
 def sent(case: Case, x: Tensor, parts: int) -> Tensor | LazyBucket:
@@ -142,43 +136,25 @@ def leaves(case: Case, x: Tensor, parts: int) -> list[Tensor]:
     return [first.reshape(-1), second.unflatten(1, (rows, -1)).movedim(0, 1).flatten(1)]
 
 
-def operand(case: Case, source: int, size: int, is_ordered: bool) -> Tensor:
-    """What a rank brings: whole chunks where the collective splits it, and values whose sum is exact.
-
-    Those are small integers, or any numbers where the algorithm adds in rank order: then it must round alike.
-    """
+def operand(case: Case, source: int, size: int) -> Tensor:
+    """What a rank brings: whole chunks where the collective splits it. Sums are in rank order, so any numbers do."""
     generator = torch.Generator().manual_seed(case["seed"] + 1000 * source)
-    length = case["length"] if case["kind"] in ("all_reduce", "all_gather") else case["length"] * size
-    if case["real"] and is_ordered and case["dtype"].is_floating_point:
+    length = case["length"] if case["kind"] in ("psum", "all_gather") else case["length"] * size
+    if case["real"] and case["dtype"].is_floating_point:
         values = torch.randn(length, 2, generator=generator, dtype=torch.float64).to(case["dtype"])
     else:
         values = torch.randint(0, 8, (length, 2), generator=generator).to(case["dtype"])
     return values[:, 0] if case["strided"] else values[:, 0].contiguous()
 
 
-def teams(rank: int, size: int) -> Iterator[tuple[AlgorithmGroup, list[str]]]:
-    """This host as it is, and as if it were two: alike, with ranks in turn on them, and with more ranks on one."""
-    everyone = list(range(size))
-    whole = AlgorithmGroup(dist.group.WORLD, rank, everyone)
-    yield whole, [name for name, each in ALGORITHMS.items() if each.refuses(whole) is None]
-    for hosts in ("aabb", "abab", "aab"):
-        if len(hosts) == size:
-            apart = AlgorithmGroup(dist.group.WORLD, rank, everyone, host=hosts[rank])
-            yield apart, [name for name, each in ALGORITHMS.items() if each.refuses(apart) is None]
+def all_kinds(rank: int, size: int, longest: int = 300_001, repeat: int = 1) -> None:
+    memory = memory_of_all(rank, size)
 
+    def check(several: list[Case]) -> None:
+        for finish in [start(memory, case) for case in several * repeat]:
+            finish()
 
-def all_algorithms(rank: int, size: int) -> list[list[str]]:
-    found = []
-    for team, names in teams(rank, size):
-        found.append(names)
-
-        def check(several: list[Case], team: AlgorithmGroup = team, names: list[str] = names) -> None:
-            for name in names:
-                for finish in [start(team, name, case) for case in several]:
-                    finish()
-
-        led_by_rank_0(rank, cases(), check)
-    return found
+    led_by_rank_0(rank, cases(longest), check)
 
 
 # -----------------------------------------------------------------------------
@@ -187,35 +163,26 @@ def all_algorithms(rank: int, size: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_algorithm_gives_the_mathematical_result(size: int) -> None:
-    for found in run_on_processes(all_algorithms, size, size, timeout=240):
-        assert found[0] == ["shared", "direct", "ring"]
-        both_levels = ["two_level"] if size == 4 else []
-        assert all(names == [*both_levels, "direct", "ring"] for names in found[1:])
+def test_every_collective_gives_the_mathematical_result(size: int) -> None:
+    run_on_processes(all_kinds, size, size, timeout=240)
 
 
 def small_halves(rank: int, size: int) -> None:
     """So little memory that halves are left all the time, and that large operands go in many pieces."""
     shared_memory.HALF = 1 << 14
     slots.AT_ONCE, slots.PIECE = 1 << 12, 1 << 10
-    team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
-
-    def check(several: list[Case]) -> None:
-        for finish in [start(team, "shared", case) for case in several * 3]:
-            finish()
-
-    led_by_rank_0(rank, cases(30_001), check)
+    all_kinds(rank, size, 30_001, repeat=3)
 
 
 def sums_over_operands(rank: int, size: int) -> None:
     """Tensors of a large bucket that nobody needs any more become their sums; the others stay as they are."""
-    team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
+    memory = memory_of_all(rank, size)
     length = slots.AT_ONCE // 4
     free, turned, kept = torch.ones(length), torch.ones(2, length)[:, ::2].t(), torch.ones(3)
     layout = BucketLayout(1, ((0, (length,), 0), (length, (length,), 0), (2 * length, (3,), 0)))
     packed = LazyBucket([free, turned, kept], 1, [0, 0, 0], [True, True, False])
-    steps, result = launch.all_reduce(ALGORITHMS["shared"], team, packed, False, layout)
-    team.run(steps).wait()
+    steps, result = START["psum"](memory, packed, overwrite=False, layout=layout)
+    memory.run(steps).wait()
     sums = [result().take(index) for index in range(3)]
     assert all((each == size).all() for each in sums)
     assert sums[0].data_ptr() == free.data_ptr()
@@ -230,23 +197,23 @@ def test_a_large_bucket_needs_no_memory_of_its_own(size: int) -> None:
 def a_late_reader(rank: int, size: int) -> None:
     """Rank 0 fills both halves and wants the first one again, long before rank 1 has read it."""
     shared_memory.HALF = 1 << 14
-    team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
+    memory = memory_of_all(rank, size)
     for number in range(3):
-        gathers_under_way(team, [1 << 11] * 16, first=64 * number, pause=0.3)
+        gathers_under_way(memory, [1 << 11] * 16, first=64 * number, pause=0.3)
 
 
-def gathers_under_way(team: AlgorithmGroup, lengths: list[int], *, first: int = 0, pause: float) -> None:
+def gathers_under_way(memory: SharedMemory, lengths: list[int], *, first: int = 0, pause: float) -> None:
     """Gathers of so many bytes, all started before one is read; rank 1 begins to read after so many seconds."""
     results, running = [], []
     for index, length in enumerate(lengths):
-        mine = torch.full((length,), first + 2 * index + team.rank, dtype=torch.uint8)
-        results.append(mine.new_empty(team.size, length))
-        running.append(team.run(ALGORITHMS["shared"].all_gather(team, mine, results[-1].unbind())))
-    if team.rank == 1:
+        mine = torch.full((length,), first + 2 * index + memory.rank, dtype=torch.uint8)
+        results.append(mine.new_empty(memory.size, length))
+        running.append(memory.run(collectives.all_gather(memory, mine, results[-1].unbind())))
+    if memory.rank == 1:
         time.sleep(pause)
     for index, (result, each) in enumerate(zip(results, running, strict=True)):
         each.wait()
-        for source in range(team.size):
+        for source in range(memory.size):
             assert (result[source] == first + 2 * index + source).all(), (first, lengths, index, source)
 
 
@@ -256,12 +223,12 @@ def test_nobody_writes_over_what_is_not_read_yet() -> None:
 
 def growing_halves(rank: int, size: int) -> list[int]:
     """Bytes of shared memory that this rank maps: nothing yet, after small ones, with a large one among them."""
-    team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
+    memory = memory_of_all(rank, size)
     held = [shared_bytes()]
     for length in (100, 1 << 20):
-        gathers_under_way(team, [100, 5000, length, 100, length, 7], pause=0.1)
+        gathers_under_way(memory, [100, 5000, length, 100, length, 7], pause=0.1)
         held.append(shared_bytes())
-        team.exchange(None)
+        dist.barrier()
     return held
 
 
@@ -291,7 +258,7 @@ def test_memory_that_is_used_again_and_again(size: int) -> None:
 
 def with_a_rank_that_dies(rank: int, size: int) -> tuple[str, float]:
     """One good sum, and a second one that rank 1 does not come to."""
-    carrier = ProcessCommunicator(Mesh(data=size), algorithm="shared")
+    carrier = communicator(Mesh(data=size), algorithm="shared")
     assert carrier.psum(torch.ones(3), ("data",)).tolist() == [size] * 3
     began = time.monotonic()
     if rank == 1:
@@ -322,7 +289,7 @@ def in_shared_memory() -> set[str]:
 
 
 def with_a_rank_that_does_not_come(rank: int) -> str:
-    carrier = ProcessCommunicator(Mesh(data=2), algorithm="shared", timeout=timedelta(seconds=1))
+    carrier = communicator(Mesh(data=2), algorithm="shared", timeout=timedelta(seconds=1))
     carrier.psum(torch.ones(3), ("data",))
     message = ""
     if rank == 0:

@@ -14,22 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..calls import GroupWaits
+from ..runtime import GroupWaits
 from .memory import MappedMemory, SharedMemory, anonymous_memory
 
 _HELLO = struct.Struct("<16si")
 _SECONDS_TO_MEET = 20.0
 
 AllGatherObject = Callable[[Any], list[Any]]  # exchanges one object per rank of the group; the same list on all ranks
-
-
-def host_identity() -> str:
-    """Return an id that is equal for processes that Unix sockets can connect: one kernel, one network namespace."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/net"))
-    return " ".join(parts)
 
 
 def connect(rank: int, members: Sequence[int], exchange: AllGatherObject, waits: GroupWaits) -> SharedMemory | None:

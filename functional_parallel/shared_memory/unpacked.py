@@ -1,7 +1,7 @@
 """Results of a collective on a bucket: each tensor is received into its destination, or sliced from a full result.
 
-An algorithm that copies its input copies it directly to the destination, and an algorithm that adds writes the sum
-there. This saves the full result and one copy.
+What other ranks send is copied directly to its destination, and sums are written there. This saves the full result and
+one copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...ops import UNPACK, UNPACK_INTO
+from ..ops import UNPACK, UNPACK_INTO
 
 
 class BucketOutput(Protocol):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.collectives import slots
-from functional_parallel.runtime.buffers import BucketLayout
-from functional_parallel.runtime.buffers.unpacked import DirectOutputs
+from functional_parallel.shared_memory import slots
+from functional_parallel.shared_memory.unpacked import BucketLayout, DirectOutputs
 from sharding_specs import Mesh
 
 from ..processes import run_on_processes
@@ -70,15 +69,14 @@ def test_parameters_stay_where_they_lie_and_become_what_they_should(
             assert [s for s, e in zip(stayed, even, strict=True) if e] == [True] * sum(even), seed
 
 
-def by_another_algorithm(rank: int) -> list[tuple[list[Tensor], list[bool]]]:
+def by_the_backend(rank: int) -> list[tuple[list[Tensor], list[bool]]]:
     return [train(fp.zero(1, "data"), 2, seed) for seed in range(4)]
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "backend"])
-def test_so_they_do_by_an_algorithm_that_brings_a_whole(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUNCTIONAL_PARALLEL_ALGORITHM", algorithm)
+def test_so_they_do_by_the_backend_which_brings_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUNCTIONAL_PARALLEL_ALGORITHM", "backend")
     wanted = [train(fp.data_parallel("data"), 2, seed)[0] for seed in range(4)]
-    for found in run_on_processes(by_another_algorithm, 2, timeout=300):
+    for found in run_on_processes(by_the_backend, 2, timeout=300):
         for (params, stayed), reference in zip(found, wanted, strict=True):
             assert all(map(torch.equal, params, reference)) and any(stayed)
 

@@ -1,6 +1,6 @@
-"""Several tensors that are sent as one bucket. An algorithm that copies its operand packs them into its send buffer.
+"""Several tensors that are sent as one bucket. They are packed into the shared memory that is sent.
 
-An algorithm that adds may write the sums over the tensors.
+An all-reduce may write the sums over the tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...ops import packed, run_of
+from ..ops import packed, run_of
 
 
 class ConcatReader:

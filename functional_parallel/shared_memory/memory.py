@@ -30,9 +30,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...collectives import HALF, ROOM, SMALL_HALF, aligned
-from ..calls import CURRENT, CollectiveSteps, GroupWaits, RunningCollective, Waitable, is_ahead
+from ..runtime import CURRENT, GroupWaits, Waitable, is_ahead
 from .channels import Channels
+from .running import CollectiveSteps, RunningCollective
+from .slots import HALF, ROOM, SMALL_HALF, aligned
 
 _MOST_IN_A_HALF = 32  # the signals in flight must fit a socket's buffer
 _SIGNAL = struct.Struct("<qq")  # a number, and the rank's call id

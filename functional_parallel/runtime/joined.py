@@ -1,4 +1,4 @@
-"""Tensors of several ranks: joined without a copy if they are adjacent in memory, and summed in rank order."""
+"""Tensors of several ranks: joined without a copy if they are adjacent in memory, and as bytes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,3 @@ def as_bytes(x: Tensor) -> Tensor:
 def from_bytes(buffer: Tensor, like: Tensor) -> Tensor:
     """View bytes as flat values with the dtype of `like`."""
     return buffer.contiguous().view(like.dtype)
-
-
-def ordered_sum(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Sum tensors of one shape and dtype sequentially, in the order of `collectives.group` and so with identical bits.
-
-    `out` may be one of them. There are at least two.
-    """
-    disturbs = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
-    total = torch.add(parts[0], parts[1], out=torch.empty_like(out) if disturbs else out)
-    for part in parts[2:]:
-        total += part
-    return out.copy_(total) if disturbs else out

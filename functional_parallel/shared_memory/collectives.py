@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...collectives import AHEAD, aligned, places, slot_bytes
-from ..buffers import ConcatReader, DirectOutputs, LazyBucket, Operand, ordered_sum
-from ..calls import CollectiveSteps
 from .memory import SharedMemory
+from .packed import ConcatReader, LazyBucket, Operand
+from .running import CollectiveSteps
+from .slots import AHEAD, aligned, places, slot_bytes
+from .unpacked import DirectOutputs
 
 ONE_ROUND = 128 << 10  # below this size, adding everything on every rank is cheaper than a second round of signals
 
@@ -55,7 +56,7 @@ def reduce_scatter(memory: SharedMemory, chunks: Sequence[Tensor] | LazyBucket, 
         yield [memory.all_gave(piece.sent)]
         me = memory.rank
         parts = [piece.own(me) if rank == me else piece.read(rank, me) for rank in range(memory.size)]
-        ordered_sum(parts, piece.of(result))
+        _ordered_sum(parts, piece.of(result))
 
 
 def all_reduce(memory: SharedMemory, x: Operand, result: Tensor | Sequence[Tensor]) -> CollectiveSteps:
@@ -68,18 +69,30 @@ def all_reduce(memory: SharedMemory, x: Operand, result: Tensor | Sequence[Tenso
         for piece in _pieces(memory, x if isinstance(x, LazyBucket) else [x]):
             yield [memory.all_gave(piece.sent)]
             for out, parts in _beside(results, [piece.read(rank, 0).view(-1) for rank in range(memory.size)]):
-                ordered_sum(parts, out)
+                _ordered_sum(parts, out)
         return
     for piece in _pieces(memory, x if isinstance(x, LazyBucket) else [x.reshape(-1)]):
         yield [memory.all_gave(piece.sent)]
         written = [piece.read(rank, 0).tensor_split(memory.size) for rank in range(memory.size)]
         mine = [parts[memory.rank] for parts in written]
-        mine[memory.rank].copy_(ordered_sum(mine, torch.empty_like(mine[0])))
+        mine[memory.rank].copy_(_ordered_sum(mine, torch.empty_like(mine[0])))
         memory.signal(piece.added)
         yield [memory.all_gave(piece.added)]
         for rank in range(memory.size):
             for out, (part,) in _beside(results, [written[rank][rank]]):
                 out.copy_(part)
+
+
+def _ordered_sum(parts: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Sum tensors of one shape and dtype in the order of `collectives.reference`, and so with identical bits.
+
+    `out` may be one of them. There are at least two.
+    """
+    disturbs = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
+    total = torch.add(parts[0], parts[1], out=torch.empty_like(out) if disturbs else out)
+    for part in parts[2:]:
+        total += part
+    return out.copy_(total) if disturbs else out
 
 
 def _beside(results: ConcatReader, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:

@@ -14,9 +14,10 @@ import functional_parallel as fp
 from functional_parallel.ir import Aval, NodeInfo, Traced, info, set_info
 from functional_parallel.ops.packing import PACK, UNPACK
 from functional_parallel.program import Program
-from functional_parallel.runtime.algorithms import launch
-from functional_parallel.runtime.buffers import LazyBucket, to_tensor
-from functional_parallel.runtime.processes.rank_program import RankProgram
+from functional_parallel.runtime import RankProgram
+from functional_parallel.shared_memory import ZeroCopyProgram
+from functional_parallel.shared_memory.packed import LazyBucket, to_tensor
+from functional_parallel.shared_memory.unpacked import BucketLayout, SlicedBucket
 from sharding_specs import Mesh, P
 
 LAYERS, WIDTH = 12, 8
@@ -31,18 +32,18 @@ class Watching:
         self.held: dict[str, set[int]] = {}
         self.most: dict[str, int] = {}
 
-    def start(self, name: str, x: Tensor | LazyBucket, *, params: list[Any], **_: Any) -> _Held:
+    def start(self, name: str, x: Tensor | LazyBucket, *, layout: BucketLayout | None = None, **_: Any) -> _Held:
         held = self.held.setdefault(name, set())
-        pending = _Held(lambda: held.discard(id(pending)), lambda: self.result(name, to_tensor(x), params))
+        pending = _Held(lambda: held.discard(id(pending)), lambda: self.result(name, to_tensor(x), layout))
         held.add(id(pending))
         self.most[name] = max(self.most.get(name, 0), len(held))
         return pending
 
-    def result(self, name: str, x: Tensor, params: list[Any]) -> Any:
+    def result(self, name: str, x: Tensor, layout: BucketLayout | None) -> Any:
         if name == "psum_scatter":
             return x.chunk(2)[0].clone()
         if name == "all_gather":
-            return launch.unpack_bucket(torch.cat([x, x]), *params[1:])
+            return torch.cat([x, x]) if layout is None else SlicedBucket(layout, torch.cat([x, x]))
         return x
 
 
@@ -61,19 +62,21 @@ def loss(params: list[Tensor], x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+@pytest.mark.parametrize("executable", [RankProgram, ZeroCopyProgram])
 @pytest.mark.parametrize("bucket", [None, 2 * 4 * WIDTH * WIDTH, "auto"])
-def test_one_gradient_at_a_time_waits_to_be_scattered(bucket: int | str | None) -> None:
+def test_one_gradient_at_a_time_waits_to_be_scattered(executable: type[RankProgram], bucket: int | str | None) -> None:
     params = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]
     step = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"), bucket=bucket)
     program = step.lower(step.init(params), torch.zeros(4, WIDTH))
     carrier = Watching()
-    RankProgram(program, carrier).function()([torch.zeros(info(x).aval.shape) for x in program.traced.inputs])
+    executable(program, carrier).function()([torch.zeros(info(x).aval.shape) for x in program.traced.inputs])
     assert program.counts()["psum_scatter", ("data",)] == {None: LAYERS, "auto": 1}.get(bucket, LAYERS // 2)
     assert carrier.most["psum_scatter"] == 1
     assert carrier.most["all_gather"] <= 3
 
 
-def test_what_is_still_to_be_packed_is_not_written_over() -> None:
+@pytest.mark.parametrize("executable", [RankProgram, ZeroCopyProgram])
+def test_what_is_still_to_be_packed_is_not_written_over(executable: type[RankProgram]) -> None:
     """A large bucket is packed piece by piece, the last ones while it is waited for."""
     graph = fx.Graph()
     inputs = [graph.placeholder(name) for name in "xy"]
@@ -88,7 +91,7 @@ def test_what_is_still_to_be_packed_is_not_written_over() -> None:
     specs = {"in_specs": [P(), P()], "out_specs": [P()] * 3, "in_paths": ["x", "y"], "out_paths": ["a", "b", "c"]}
     program = Program(traced, mesh=Mesh(data=2), name="written", **specs)
     x, y = torch.ones(3), torch.full((3,), 2.0)
-    found = RankProgram(program, Watching()).function()([x.clone(), y.clone()])
+    found = executable(program, Watching()).function()([x.clone(), y.clone()])
     assert all(map(torch.equal, found, [x.repeat(2), y.repeat(2), x + y]))
 
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...collectives import ALIGNMENT, ROOM, aligned
-from ..calls import CallLog
+from ..runtime import CallLog
+from .slots import ALIGNMENT, ROOM, aligned
 
 _MOST_UNDER_WAY = 32  # the signals in flight must fit a socket's buffer
 _TAKEN = 1

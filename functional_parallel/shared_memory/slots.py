@@ -14,7 +14,6 @@ PIECE = 512 << 10
 AHEAD = 2
 ROOM = 8 << 20  # bytes of a channel; pages are allocated at the first write, so small messages use few
 LARGEST = ROOM // 2  # bytes of a message in a channel
-GATHERED = 1 << 20  # bytes of all ranks: up to this size a maximum gathers all values; above, chunks are exchanged
 ALIGNMENT = 64  # a cache line, so that two ranks do not write to the same line
 
 

@@ -1,0 +1,34 @@
+"""Memory that a transport of collectives uses beside the tensors of a program, as the transport itself states it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sharding_specs import Mesh
+
+from .collectives import Collective
+
+
+class ExtraMemory:
+    """Bytes on a rank beside tensors. This class is for transports that need none."""
+
+    def of_collectives(self, collectives: Iterable[Collective], mesh: Mesh) -> int:
+        """Return the maximum of bytes for the collectives of a program."""
+        return 0
+
+    def of_messages(self, sizes: Iterable[int]) -> int:
+        """Return the maximum of bytes for the messages of a step to one rank, of these sizes."""
+        return 0
+
+
+_used = [ExtraMemory()]
+
+
+def use(extra: ExtraMemory) -> None:
+    """Use the sizes of a transport in all predictions from now on."""
+    _used[:] = [extra]
+
+
+def current() -> ExtraMemory:
+    """Return the sizes in use."""
+    return _used[0]

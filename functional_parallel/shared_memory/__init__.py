@@ -1,0 +1,13 @@
+"""Transport of collectives and messages through memory that the ranks of one host share, for gloo.
+
+It registers itself. The rest of the library does not know it, and uses gloo's own collectives without it.
+"""
+
+from ..program import extra_memory
+from ..runtime import TRANSPORTS, Transport
+from .communicator import SharedMemoryCommunicator
+from .sizes import SharedMemorySizes
+from .zero_copy import ZeroCopyProgram
+
+TRANSPORTS["shared"] = Transport(SharedMemoryCommunicator, ZeroCopyProgram)
+extra_memory.use(SharedMemorySizes())

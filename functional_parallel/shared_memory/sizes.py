@@ -1,0 +1,53 @@
+"""Shared memory of a host for the collectives and messages of a program, if its ranks are processes with gloo.
+
+Its size follows from the sizes of the messages. Simulated ranks, nccl and mpi use none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from sharding_specs import Mesh
+
+from ..program import OWNED, Collective, ExtraMemory
+from ..runtime import GATHERED
+from .slots import HALF, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
+
+_BY_THE_BACKEND = ("ppermute", "pbroadcast", *OWNED)
+
+
+class SharedMemorySizes(ExtraMemory):
+    """Bytes of shared memory that a rank uses beside its tensors.
+
+    >>> SharedMemorySizes().of_messages([100, 100, 100 << 20])       # what is large goes another way
+    256
+    """
+
+    def of_collectives(self, collectives: Iterable[Collective], mesh: Mesh) -> int:
+        """Return the maximum of shared memory for collectives: two halves per group of ranks.
+
+        A group with ranks on several hosts uses none.
+        """
+        halves: dict[tuple[str, ...], int] = {}
+        for one in collectives:
+            if one.kind not in _BY_THE_BACKEND:
+                slot = min(HALF, _slot(one, math.prod(map(mesh.axis_size, one.axes))))
+                halves[one.axes] = max(halves.get(one.axes, SMALL_HALF), slot)
+        return 2 * sum(halves.values())
+
+    def of_messages(self, sizes: Iterable[int]) -> int:
+        """Return the maximum of shared memory for a step's messages to one rank, all in flight at the same time."""
+        return min(ROOM, sum(aligned(size) for size in sizes if size <= LARGEST))
+
+
+def _slot(one: Collective, ranks: int) -> int:
+    elements, itemsize = one.operand.numel, one.operand.dtype.itemsize
+    if one.kind in ("psum", "all_gather"):
+        return slot_bytes(1, elements, itemsize)
+    if one.kind in ("psum_scatter", "all_to_all"):
+        return slot_bytes(ranks - 1, elements // ranks, itemsize)
+    if ranks * one.operand.nbytes <= GATHERED:
+        return slot_bytes(1, elements, itemsize)
+    part = -(-elements // ranks)
+    return max(slot_bytes(ranks - 1, part, itemsize), slot_bytes(1, part, itemsize))
