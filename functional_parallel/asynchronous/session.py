@@ -1,24 +1,18 @@
-"""Connections of one process to the ranks that it exchanges messages with, and the thread that serves them.
+"""One process's part in an asynchronous run, and the thread that serves the other ranks.
 
-The thread holds this rank's node. It never waits for one peer: what cannot be sent at once is kept. A connection that
-closes is the death of its rank.
+The thread holds this rank's node. It never waits for one peer. A connection that closes is the death of its rank.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
 import queue
-import secrets
-import selectors
-import socket
-import struct
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import optree
@@ -26,59 +20,8 @@ import torch
 
 from ..errors import CollectiveError
 from ..functions import PyTree
-from ..ir import memory_of
-from ..runtime import host_identity, keep_alive, own_addresses
+from .links import Link
 from .messages import TO_CLIENT, Message, Node
-
-_FRAME = struct.Struct("!QQ")  # bytes of the header, and of the tensors
-_READ = 1 << 20
-_SECONDS = 60.0  # to connect
-_SECRET = 32  # characters
-_ALIGNED = 16  # bytes, as the widest dtype
-_PADDING = memoryview(bytes(_ALIGNED))
-
-
-class _Peer:
-    """Connection to one rank."""
-
-    def __init__(self, rank: int, link: socket.socket) -> None:
-        self.rank, self.link = rank, link
-        keep_alive(link)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a small frame waits for an acknowledgement
-        link.setblocking(False)
-        self.out: deque[tuple[memoryview, Any]] = deque()  # what to send, and what has to live until then
-        self._unread = bytearray()
-
-    def send(self, header: bytes, parts: list[memoryview], kept: Any) -> None:
-        sizes = _FRAME.pack(len(header), sum(part.nbytes for part in parts))
-        self.out.extend((part, kept) for part in (memoryview(sizes), memoryview(header), *parts))
-
-    def write(self) -> None:
-        with suppress(BlockingIOError):
-            while self.out:
-                part, kept = self.out[0]
-                sent = self.link.send(part) if part.nbytes else 0
-                if sent < part.nbytes:
-                    self.out[0] = (part[sent:], kept)
-                    return
-                self.out.popleft()
-
-    def read(self) -> list[tuple[bytes, bytearray]]:
-        with suppress(BlockingIOError):
-            data = self.link.recv(_READ)
-            if not data:
-                raise ConnectionResetError("the connection was closed")
-            self._unread += data
-        found = []
-        while len(self._unread) >= _FRAME.size:
-            head, body = _FRAME.unpack_from(self._unread)
-            end = _FRAME.size + head + body
-            if len(self._unread) < end:
-                break
-            middle = _FRAME.size + head
-            found.append((bytes(self._unread[_FRAME.size : middle]), self._unread[middle:end]))
-            del self._unread[:end]
-        return found
 
 
 class Session:
@@ -87,7 +30,7 @@ class Session:
     def __init__(
         self,
         rank: int,
-        links: Mapping[int, socket.socket],
+        links: Mapping[int, Connection],
         node: Node | None,  # what this rank holds for the others
         templates: Mapping[str, PyTree],
         name: Callable[[int], str],
@@ -96,14 +39,19 @@ class Session:
     ) -> None:
         self._timeout = timeout
         self.rank, self._node, self._templates, self._name, self._server = rank, node, templates, name, server
-        self._peers = {each: _Peer(each, link) for each, link in links.items()}
-        self._posted, self._replies = queue.SimpleQueue[Message | None](), queue.SimpleQueue[Message | BaseException]()
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._begun, self.ended, self.is_over = time.monotonic(), dict[int, str](), False
+        self._events = queue.SimpleQueue[Callable[[], None] | None]()  # for the thread; None ends it
+        self._replies = queue.SimpleQueue[Message | BaseException]()
+        self._begun, self.ended = time.monotonic(), dict[int, str]()
         self.latest: Any = None
+        self._links = {each: self._linked(each, link) for each, link in links.items()}
         self._thread = threading.Thread(target=self._run, name="functional_parallel asynchronous", daemon=True)
         self._thread.start()
+
+    def _linked(self, rank: int, connection: Connection) -> Link:
+        def take(header: dict[str, Any], tensors: list[bytearray]) -> None:
+            self._events.put(lambda: self._deliver([self._decoded(header, tensors)]))
+
+        return Link(connection, take, lambda: self._events.put(partial(self._lost, rank)))
 
     @property
     def seconds(self) -> float:
@@ -112,7 +60,7 @@ class Session:
     def exchange(self, message: Message) -> Message:
         """Send a message of the training loop, and wait for the reply."""
         began = time.monotonic()
-        self._post(message)
+        self._events.put(partial(self._deliver, [message]))
         while True:
             with suppress(queue.Empty):
                 found = self._replies.get(timeout=1.0)
@@ -132,70 +80,35 @@ class Session:
 
     def close(self) -> None:
         """End the connections, once every rank has the final weights."""
-        self._post(None)
+        self._events.put(None)
         self._thread.join(10.0)
-
-    def _post(self, message: Message | None) -> None:
-        self._posted.put(message)
-        with suppress(OSError):
-            self._waker.send(b"!")
 
     def _run(self) -> None:
         try:
-            while not self.is_over or any(peer.out for peer in self._peers.values()):
-                self._turn()
+            while (event := self._events.get()) is not None:
+                event()
         except BaseException as error:
             self._replies.put(error)
-        for link in (*(peer.link for peer in self._peers.values()), self._woken, self._waker):
-            link.close()
+        end = time.monotonic() + 10.0
+        for link in self._links.values():
+            link.close(max(0.0, end - time.monotonic()))
 
-    def _turn(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            for peer in self._peers.values():
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
-                selector.register(peer.link, events, peer)
-            ready = [(key.data, events) for key, events in selector.select()]
-        with suppress(BlockingIOError):
-            self._woken.recv(4096)
-        for peer, events in ready:
-            if peer is not None:
-                self._serve(peer, events)
-        while not self._posted.empty():
-            message = self._posted.get()
-            if message is None:
-                self.is_over = True
-            else:
-                self._deliver([message])
-
-    def _serve(self, peer: _Peer, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                peer.write()
-            found = peer.read() if events & selectors.EVENT_READ else []
-        except OSError:
-            self._lost(peer)
+    def _lost(self, rank: int) -> None:
+        del self._links[rank]
+        if self._node is not None and self._node.ended.get(rank) == "left":
             return
-        for header, body in found:
-            self._deliver([self._decoded(peer.rank, header, body)])
-
-    def _lost(self, peer: _Peer) -> None:
-        peer.link.close()
-        del self._peers[peer.rank]
-        if self.is_over or (self._node is not None and self._node.ended.get(peer.rank) == "left"):
-            return
-        if peer.rank == self._server:
+        if rank == self._server:
             self._replies.put(
                 CollectiveError(
-                    f"{self._name(self.rank)}: {self._name(peer.rank)}, the parameter server, died, and the weights "
+                    f"{self._name(self.rank)}: {self._name(rank)}, the parameter server, died, and the weights "
                     "with it: begin again from what was saved. With fp.asynchronous.rotating_server every rank has "
                     "weights, and the others go on"
                 )
             )
             return
-        told = f"functional_parallel: {self._name(peer.rank)} died; the others go on without it"
+        told = f"functional_parallel: {self._name(rank)} died; the others go on without it"
         print(told, file=sys.stderr, flush=True)
-        self._deliver([Message("gone", peer.rank, self.rank)])
+        self._deliver([Message("gone", rank, self.rank)])
 
     def _deliver(self, messages: list[Message]) -> None:
         while messages:
@@ -210,102 +123,38 @@ class Session:
                 messages += more
 
     def _send(self, message: Message) -> None:
-        peer = self._peers.get(message.target)
-        if peer is None:
+        if message.target not in self._links:
             return  # it died; the node was told
-        parts, described, kept = encoded(message.tree)
+        described, tensors = encoded(message.tree)
         header = {"kind": message.kind, "source": message.source, "numbers": message.numbers, "tensors": described}
-        peer.send(json.dumps(header).encode(), parts, kept)
-        with suppress(OSError):  # reading reports it
-            peer.write()
+        self._links[message.target].send(header, tensors)
 
-    def _decoded(self, rank: int, header: bytes, body: bytearray) -> Message:
-        found = json.loads(header)
-        tree = decoded(found["tensors"], body, self._templates.get(found["kind"]))
-        return Message(found["kind"], found["source"], self.rank, tree, found["numbers"])
-
-
-# --- Connections between processes, directly, and not through the process group ---
-
-
-def connected(
-    rank: int, linked: Callable[[int], Collection[int]], exchange: Callable[[Any, str], list[Any]]
-) -> dict[int, socket.socket]:
-    """Return a connection to each rank in `linked(rank)`. All ranks call this: `exchange` is a collective over them."""
-    both: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-    with socket.create_server(("", 0), backlog=4096, **both) as listener:
-        listener.settimeout(_SECONDS)
-        mine = (own_addresses(), listener.getsockname()[1], host_identity(), secrets.token_hex(_SECRET // 2))
-        known = exchange(mine, "to connect for asynchronous training")
-        links = {other: _reached(rank, other, known) for other in linked(rank) if other < rank}
-        missing = {other for other in linked(rank) if other > rank}
-        while missing:
-            try:
-                link, _ = listener.accept()
-                other = _greeted(link, known[rank][3])
-            except OSError as error:
-                raise CollectiveError(f"rank {rank}: ranks {sorted(missing)} did not connect: {error}") from error
-            if other in missing:
-                links[other] = link
-                missing.discard(other)
-        return links
-
-
-def _reached(rank: int, other: int, known: list[Any]) -> socket.socket:
-    addresses, port, host, secret = known[other]
-    here = ["127.0.0.1"] if host == known[rank][2] else []
-    for address in [*here, *addresses]:
-        with suppress(OSError):
-            link = socket.create_connection((address, port), timeout=_SECONDS / 4)
-            link.sendall(f"{secret}{rank:08d}".encode())
-            return link
-    raise CollectiveError(f"rank {rank} cannot connect to rank {other} at {', '.join(addresses)}, port {port}")
-
-
-def _greeted(link: socket.socket, secret: str) -> int:
-    """Return the rank at the other end; -1 for a stranger."""
-    link.settimeout(_SECONDS / 4)
-    hello = b""
-    while len(hello) < _SECRET + 8 and (data := link.recv(_SECRET + 8 - len(hello))):
-        hello += data
-    if len(hello) < _SECRET + 8 or not hmac.compare_digest(hello[:_SECRET], secret.encode()):
-        link.close()
-        return -1
-    return int(hello[_SECRET:])
+    def _decoded(self, header: dict[str, Any], tensors: list[bytearray]) -> Message:
+        tree = decoded(header["tensors"], tensors, self._templates.get(header["kind"]))
+        return Message(header["kind"], header["source"], self.rank, tree, header["numbers"])
 
 
 # --- Trees of tensors as bytes. Both ends know the structure of the tree, so only tensors are sent ---
 
 
-def encoded(tree: PyTree) -> tuple[list[memoryview], list[Any] | None, Any]:
-    """Return the bytes of the tensors, their dtypes and shapes, and what has to live until they are sent."""
+def encoded(tree: PyTree) -> tuple[list[Any] | None, list[torch.Tensor]]:
+    """Return the dtypes and shapes of a tree's tensors, and the tensors in main memory."""
     if tree is None:
-        return [], None, None
+        return None, []
     tensors = [leaf.detach().cpu().contiguous() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    parts = []
-    for x in tensors:
-        if x.numel():
-            parts.append(memory_of(x))
-            parts.append(_PADDING[: -len(parts[-1]) % _ALIGNED])
-    return parts, [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors], tensors
+    return [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors], tensors
 
 
-def decoded(described: Sequence[Any] | None, body: bytearray, template: PyTree) -> PyTree:
+def decoded(described: Sequence[Any] | None, tensors: Sequence[bytearray], template: PyTree) -> PyTree:
     """Return a tree like the template with the tensors of a message, on the template's devices."""
     if described is None:
         return None
     leaves, tree = optree.tree_flatten(template)
-    given, offset = iter(described), 0
+    given = iter(zip(described, tensors, strict=True))
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        name, shape = next(given)
-        dtype = getattr(torch, name)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if size:
-            x = torch.frombuffer(body, dtype=dtype, count=size // dtype.itemsize, offset=offset).reshape(shape)
-        else:
-            x = torch.empty(shape, dtype=dtype, device="cpu")
-        leaves[index] = x.to(leaf.device)
-        offset += size + -size % _ALIGNED
+        if isinstance(leaf, torch.Tensor):
+            (name, shape), body = next(given)
+            dtype = getattr(torch, name)
+            x = torch.frombuffer(body, dtype=dtype) if body else torch.empty(0, dtype=dtype, device="cpu")
+            leaves[index] = x.reshape(shape).to(leaf.device)
     return optree.tree_unflatten(tree, leaves)

@@ -20,9 +20,10 @@ from ..ir import is_trained, refuse_abstract
 from ..runtime import ProcessRuntime, default_runtime, rank_name
 from .central import Central
 from .clock import Clock
+from .links import connected
 from .messages import Message, Node, Rules
 from .rotating import Rotating
-from .session import Session, connected
+from .session import Session
 from .simulated import dropped_rank, finished, stepped
 from .state import AsyncMetrics, AsyncState
 from .worker import Computation
