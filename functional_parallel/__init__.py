@@ -126,7 +126,6 @@ __all__ = [
     "UnevenBatchError",
     "abstract",
     "accumulate",
-    "activation_bytes",
     "all_gather",
     "all_to_all",
     "asynchronous",

@@ -119,7 +119,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Data": ("Sampler", "Position", "even_batches", "pad_batch"),
     "Planning and estimates": (
         "estimate",
-        "activation_bytes",
         "layer_costs",
         "search_pipeline",
         "PipelineChoice",

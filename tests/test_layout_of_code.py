@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from .layout_of_code import LIBRARY, LOOSE, ORDER, ROOT, Modules, circles, graph, imports_of, parsed, unit, with_picture
 
@@ -66,6 +70,20 @@ def test_large_packages_have_a_readme() -> None:
         if modules.is_package(f"{LIBRARY}.{name}") and sum(len(path.read_text().splitlines()) for path in files) > 1500:
             assert readme.exists(), f"{name} has no README.md"
         assert not readme.exists() or len(readme.read_text().splitlines()) <= 60, readme
+
+
+README_FILE = re.compile(r"`([\w]+(?:\.py|/))`")
+
+
+@pytest.mark.parametrize(
+    "readme", sorted((ROOT / LIBRARY).rglob("README.md")), ids=lambda path: str(path.parent.relative_to(ROOT))
+)
+def test_a_readme_lists_the_files_of_its_folder(readme: Path) -> None:
+    rows = [line.split("|")[1] for line in readme.read_text().splitlines() if line.startswith("| `")]
+    listed = [name for row in rows for name in README_FILE.findall(row)]
+    modules = [path.name for path in readme.parent.glob("*.py") if path.name != "__init__.py"]
+    packages = [f"{path.parent.name}/" for path in readme.parent.glob("*/__init__.py")]
+    assert sorted(listed) == sorted([*modules, *packages])
 
 
 def test_importing_loads_nothing_optional() -> None:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
+from itertools import product
 
 from ..errors import CollectiveTypeError
 
@@ -133,13 +134,14 @@ _GATHERED = {_V, _I, _R}
 _CASTS = {(_I, _V), (_I, _R), (_R, _V), (_V, _U)}
 _NONLINEAR = {"pmax", "pmin"}
 
-_FIXES = {
+_SLICE = "to keep one slice per rank write fp.pscatter(x, {axis!r}, dim), which sends nothing"
+_SUM = "partial sums must be summed; write fp.psum(x, {axis!r})"
+_FIXES = {  # by the collective, or "" for all others, and the state of its operand
     ("psum", _I): "a psum would multiply it by the number of ranks. A doubled psum? Drop one; "
     "if the product is meant, write x * fp.axis_size({axis!r})",
     ("psum", _R): "a psum would multiply it by the number of ranks; drop it, or write x * fp.axis_size({axis!r})",
-    ("pmean", _I): "their mean is that value; drop the pmean",
-    ("pmean", _R): "their mean is that value; drop the pmean",
-    ("psum_scatter", _I): "to keep one slice per rank write fp.pscatter(x, {axis!r}, dim), which sends nothing",
+    **dict.fromkeys([("pmean", _I), ("pmean", _R)], "their mean is that value; drop the pmean"),
+    **dict.fromkeys([("psum_scatter", _I), ("scatter", _I)], _SLICE),
     ("psum_scatter", _R): "there is nothing to sum; use it as it is",
     ("all_gather", _I): "there is nothing to gather; use it as it is, or write fp.pvary(x, {axis!r}) first "
     "if a copy per rank is meant",
@@ -149,19 +151,23 @@ _FIXES = {
     "or gather first",
     ("pscatter", _U): "write fp.psum_scatter(x, {axis!r}, dim), which sums and keeps one slice",
     ("pscatter", _R): "write fp.pscatter of the Invariant value that it was cast from",
-    ("pmax", _I): "drop it",
-    ("pmax", _R): "drop it",
-    ("pbroadcast", _I): "drop it",
+    **dict.fromkeys(product(("pmax", "pmin", "pbroadcast"), (_I, _R)), "drop it"),
     ("broadcast", _I): "drop it",
-    ("scatter", _I): "to keep one slice per rank write fp.pscatter(x, {axis!r}, dim), which sends nothing",
-    ("pbroadcast", _R): "drop it",
-}
-_FIX_BY_STATE = {
-    _I: "write fp.pvary(x, {axis!r}) first if a copy per rank is meant",
-    _R: "write fp.pcast(x, {axis!r}, to='varying') first if a copy per rank is meant",
-    _U: "write fp.psum(x, {axis!r}) first: the sum must be complete here",
-    _V: "write fp.psum(x, {axis!r}) first",
-    _O: "only that rank computes with it; if all ranks need it, let all hold it: in_specs=P() of fp.shard_map",
+    ("pcast to invariant", _V): "no cast makes different values equal; write fp.psum, fp.pmax or "
+    "fp.all_gather(x, {axis!r}, to='invariant')",
+    ("pcast to reduced", _V): "no cast makes different values equal; write fp.all_gather(x, {axis!r}, to='reduced')",
+    ("pcast to unreduced", _I): "as partial sums it would count once per rank; write "
+    "fp.pcast(fp.pvary(x, {axis!r}), {axis!r}, to='unreduced') if that is meant",
+    ("pcast to invariant", _R): "its gradient is still to be reduced; use the value that it was cast from",
+    ("pcast to unreduced", _R): "as partial sums it would count once per rank",
+    ("pcast to varying", _U): "partial sums must be summed; write fp.psum_scatter(x, {axis!r}, dim) or "
+    "fp.psum(x, {axis!r})",
+    **dict.fromkeys([("pcast to invariant", _U), ("pcast to reduced", _U)], _SUM),
+    ("", _I): "write fp.pvary(x, {axis!r}) first if a copy per rank is meant",
+    ("", _R): "write fp.pcast(x, {axis!r}, to='varying') first if a copy per rank is meant",
+    ("", _U): "write fp.psum(x, {axis!r}) first: the sum must be complete here",
+    ("", _V): "write fp.psum(x, {axis!r}) first",
+    ("", _O): "only that rank computes with it; if all ranks need it, let all hold it: in_specs=P() of fp.shard_map",
 }
 
 
@@ -177,7 +183,7 @@ def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: 
         return operand.having(axes, _V)
     if operation in _NONLINEAR:
         for axis in sorted(operand.axes(_U)):
-            raise _mismatch(operation, axis, _U, _FIX_BY_STATE[_U])
+            raise _mismatch(operation, axis, _U)
     source = source_state(operation, operand, axes, **params)
     if operation in ("pcast", "broadcast"):
         return operand.having(axes, State(params["dst"]))
@@ -222,9 +228,7 @@ def _check_state(operation: str, axis: str, state: State, params: Mapping[str, P
         return
     accepted = {_V} if operation == "all_gather" else set(_RULES[operation])
     if state not in accepted:
-        name = _called.get() or operation
-        key = ("pmax" if operation == "pmin" else name, state)
-        raise _mismatch(name, axis, state, _FIXES.get(key, _FIX_BY_STATE[state]))
+        raise _mismatch(_called.get() or operation, axis, state)
     declared = params.get("src", "auto")
     if declared != "auto" and State(declared) is not state:
         raise _mismatch(operation, axis, state, f"but the call declares it {declared}; leave src='auto'")
@@ -237,25 +241,11 @@ def _check_cast(axis: str, state: State, params: Mapping[str, Param]) -> None:
     if state is target:
         raise _mismatch("pcast", axis, state, f"a cast to {target} does nothing; drop it")
     if (state, target) not in _CASTS:
-        raise _mismatch(f"pcast to {target}", axis, state, _CAST_FIXES.get((state, target), _FIX_BY_STATE[state]))
+        raise _mismatch(f"pcast to {target}", axis, state)
 
 
-_CAST_FIXES = {
-    (_V, _I): "no cast makes different values equal; write fp.psum, fp.pmax or "
-    "fp.all_gather(x, {axis!r}, to='invariant')",
-    (_V, _R): "no cast makes different values equal; write fp.all_gather(x, {axis!r}, to='reduced')",
-    (_I, _U): "as partial sums it would count once per rank; write "
-    "fp.pcast(fp.pvary(x, {axis!r}), {axis!r}, to='unreduced') if that is meant",
-    (_R, _I): "its gradient is still to be reduced; use the value that it was cast from",
-    (_R, _U): "as partial sums it would count once per rank",
-    (_U, _V): "partial sums must be summed; write fp.psum_scatter(x, {axis!r}, dim) or fp.psum(x, {axis!r})",
-    (_U, _I): "partial sums must be summed; write fp.psum(x, {axis!r})",
-    (_U, _R): "partial sums must be summed; write fp.psum(x, {axis!r})",
-}
-
-
-def _mismatch(operation: str, axis: str, state: State, fix: str) -> CollectiveTypeError:
-    name = state.name.capitalize()
+def _mismatch(operation: str, axis: str, state: State, fix: str = "") -> CollectiveTypeError:
+    name, fix = state.name.capitalize(), fix or _FIXES.get((operation, state), _FIXES["", state])
     return CollectiveTypeError(
         f"{operation} over axis {axis!r}: the operand is {name} there ({_HOLDING[state]}); {fix.format(axis=axis)}"
     )

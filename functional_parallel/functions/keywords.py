@@ -19,49 +19,47 @@ from sharding_specs import register_dataclasses
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Several names share a hint. `{v}` is the passed value if it is a number, a string or None, else "…".
-_CLIP = "clip gradients by train_step(clip={v})"
-_SHARDED = "choose the sharding in the plan: fp.zero(3, 'data'), or fp.zero(2, 'data') to keep parameters replicated"
-_PRECISION = "choose the dtype in the plan: fp.mixed_precision({v})"
-_REMAT = "choose what is recomputed in the plan: fp.remat()"
-_ACCUMULATE = "accumulate gradients in the plan: fp.accumulate({v})"
-_SCHEDULE = "give the optimizer a schedule as its rate: fp.optim.adamw(fp.optim.schedules.cosine(1e-3, 1000))"
-_UNNEEDED = "leave it out; a compiled program does not need it"
-
-ELSEWHERE: Mapping[str, str] = {
-    **dict.fromkeys(("max_grad_norm", "max_norm", "grad_clip", "clip_grad", "clip_norm", "clip_grad_norm"), _CLIP),
-    **dict.fromkeys(("gradient_clipping", "gradient_clip", "gradient_clip_val", "grad_clip_norm"), _CLIP),
-    **dict.fromkeys(("lr", "learning_rate"), "give the rate to the optimizer: fp.optim.adamw({v})"),
-    "weight_decay": "give it to the optimizer: fp.optim.adamw(lr, weight_decay={v})",
-    "betas": "give them to the optimizer: fp.optim.adamw(lr, betas=(0.9, 0.999))",
-    "momentum": "give it to the optimizer: fp.optim.sgd(lr, momentum={v})",
-    "optim": "write optimizer=fp.optim.adamw(1e-3)",
-    **dict.fromkeys(("scheduler", "lr_scheduler", "warmup_steps", "num_warmup_steps"), _SCHEDULE),
-    **dict.fromkeys(("zero_stage", "stage"), "choose the ZeRO stage in the plan: fp.zero({v}, 'data')"),
-    **dict.fromkeys(("zero", "fsdp", "sharding_strategy", "zero_optimization"), _SHARDED),
-    "master": "fp.data_parallel(axis, master={v}) keeps the training state on one rank, and ZeRO shards it",
-    "reshard_after_forward": "parameters are gathered again in the backward by default; fp.zero(3, 'data', "
-    "keep_gathered=True) keeps them",
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"), _ACCUMULATE),
-    **dict.fromkeys(("mixed_precision", "precision", "dtype", "autocast", "bf16", "fp16"), _PRECISION),
-    "mp_policy": "choose the dtype in the plan: fp.mixed_precision('bf16')",
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "checkpoint_activations"), _REMAT),
-    **dict.fromkeys(("model", "module"), "make a function of the module: model, params = fp.functional(module)"),
-    **dict.fromkeys(("params", "parameters"), "give the parameters to train.init(params)"),
-    "loss_fn": "write loss=",
-    "device_mesh": "write mesh=Mesh(data=2)",
-    "mesh": "the mesh goes to fp.train_step or fp.compile",
-    "parallelize_plan": "write specs=, a dict from path patterns to P(…)",
-    **dict.fromkeys(("n_microbatches", "num_microbatches", "chunk_count"), "write microbatches={v}"),
-    **dict.fromkeys(("bucket_cap_mb", "reduce_bucket_size", "allgather_bucket_size"), "write bucket= in bytes"),
-    **dict.fromkeys(("in_shardings", "in_axes"), "write in_specs="),
-    **dict.fromkeys(("out_shardings", "out_axes"), "write out_specs="),
-    "donate_argnums": "a training step donates its state: train_step(donate=True)",
-    "static_argnums": "bind static arguments by functools.partial",
-    **dict.fromkeys(("find_unused_parameters", "static_graph", "broadcast_buffers", "device_ids"), _UNNEEDED),
-    **dict.fromkeys(("gradient_as_bucket_view", "process_group", "output_device", "set_to_none"), _UNNEEDED),
-    **dict.fromkeys(("fused", "foreach", "capturable", "fullgraph", "dynamic", "jit"), _UNNEEDED),
+# By the code to write, the names that other libraries have. `{v}` is the passed value if it is a number, a string or
+# None, else "…".
+_HINTS = {
+    "clip gradients by train_step(clip={v})": "max_grad_norm max_norm grad_clip clip_grad clip_norm clip_grad_norm "
+    "gradient_clipping gradient_clip gradient_clip_val grad_clip_norm",
+    "give the rate to the optimizer: fp.optim.adamw({v})": "lr learning_rate",
+    "give it to the optimizer: fp.optim.adamw(lr, weight_decay={v})": "weight_decay",
+    "give them to the optimizer: fp.optim.adamw(lr, betas=(0.9, 0.999))": "betas",
+    "give it to the optimizer: fp.optim.sgd(lr, momentum={v})": "momentum",
+    "write optimizer=fp.optim.adamw(1e-3)": "optim",
+    "give the optimizer a schedule as its rate: fp.optim.adamw(fp.optim.schedules.cosine(1e-3, 1000))": "scheduler "
+    "lr_scheduler warmup_steps num_warmup_steps",
+    "choose the ZeRO stage in the plan: fp.zero({v}, 'data')": "zero_stage stage",
+    "choose the sharding in the plan: fp.zero(3, 'data'), or fp.zero(2, 'data') to keep parameters replicated": "zero "
+    "fsdp sharding_strategy zero_optimization",
+    "fp.data_parallel(axis, master={v}) keeps the training state on one rank, and ZeRO shards it": "master",
+    "parameters are gathered again in the backward by default; fp.zero(3, 'data', keep_gathered=True) keeps them": ""
+    "reshard_after_forward",
+    "accumulate gradients in the plan: fp.accumulate({v})": "gradient_accumulation_steps accumulation_steps "
+    "accumulate_grad_batches",
+    "choose the dtype in the plan: fp.mixed_precision({v})": "mixed_precision precision dtype autocast bf16 fp16",
+    "choose the dtype in the plan: fp.mixed_precision('bf16')": "mp_policy",
+    "choose what is recomputed in the plan: fp.remat()": "gradient_checkpointing activation_checkpointing "
+    "checkpoint_activations",
+    "make a function of the module: model, params = fp.functional(module)": "model module",
+    "give the parameters to train.init(params)": "params parameters",
+    "write loss=": "loss_fn",
+    "write mesh=Mesh(data=2)": "device_mesh",
+    "the mesh goes to fp.train_step or fp.compile": "mesh",
+    "write specs=, a dict from path patterns to P(…)": "parallelize_plan",
+    "write microbatches={v}": "n_microbatches num_microbatches chunk_count",
+    "write bucket= in bytes": "bucket_cap_mb reduce_bucket_size allgather_bucket_size",
+    "write in_specs=": "in_shardings in_axes",
+    "write out_specs=": "out_shardings out_axes",
+    "a training step donates its state: train_step(donate=True)": "donate_argnums",
+    "bind static arguments by functools.partial": "static_argnums",
+    "leave it out; a compiled program does not need it": "find_unused_parameters static_graph broadcast_buffers "
+    "device_ids gradient_as_bucket_view process_group output_device set_to_none fused foreach capturable fullgraph "
+    "dynamic jit",
 }
+ELSEWHERE: Mapping[str, str] = {name: hint for hint, names in _HINTS.items() for name in names.split()}
 _OWN_NAMES = {"learning_rate": "lr", "stage": "stage", "loss_fn": "loss", "optim": "optimizer", "device_mesh": "mesh"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -89,7 +90,7 @@ def estimate(
             if any, are included in the state.
 
     Returns:
-        The bytes, without activations; see `activation_bytes`. With a pipeline they are an upper bound: the bytes of
+        The bytes, without activations. With a pipeline they are an upper bound: the bytes of
         the rank that holds most, if every rank also held all parameters outside stacks of layers.
 
     Raises:
@@ -204,38 +205,10 @@ def activation_bytes(
     pipeline: int = 1,
     interleave: int = 1,
 ) -> float:
-    """Return the bytes of 16-bit activations that a rank saves for the backward of a transformer.
-
-    A block saves s b h (34 + 5 a s / h) bytes. The tensor axis splits all but 10 s b h of them. Sequence parallelism
-    splits these too. Embedding and head are not counted. Source: Korthikanti et al., arXiv 2205.05198, table 2.
-
-    >>> activation_bytes(1, 2048, 12288, 96, tensor=8, sequence_parallel=True, recompute="selective") / 2**20
-    102.0
-
-    Args:
-        batch: number of samples in a microbatch.
-        sequence: number of tokens in a sample.
-        hidden: width.
-        heads: number of attention heads of a block, over all ranks.
-        layers: number of blocks of the full model. Under 1F1B the first stage holds the activations of `layers`
-            blocks.
-        tensor: size of the tensor axis.
-        sequence_parallel: whether norms and dropout shard the sequence over the tensor axis.
-        recompute: "none", "selective" (recompute the attention core in the backward) or "full" (save only the input of
-            a block).
-        partitioned: with "full", shard the saved inputs over the tensor axis (ZeRO-R's P_a, arXiv 1910.02054 §6.1).
-        pipeline, interleave: number p of stages, and number v of chunks of the model per stage. Interleaving holds
-            1 + (p−1)/(p v) times the activations.
-
-    Raises:
-        ValueError: for an unknown value of `recompute`.
-    """
-    if recompute not in ("none", "selective", "full"):
-        raise ValueError(f"activation_bytes(recompute={recompute!r}): it is 'none', 'selective' or 'full'")
-    unit = sequence * batch * hidden
+    """Compute a formula that docs/optimizers.md has. This function is removed in the next release."""
+    warnings.warn("fp.activation_bytes is removed; docs/optimizers.md has the formula", FutureWarning, stacklevel=2)
+    unit, core = sequence * batch * hidden, 0 if recompute == "selective" else 5 * heads * sequence**2 * batch
+    block = 10 * unit / (tensor if sequence_parallel else 1) + (24 * unit + core) / tensor
     if recompute == "full":
         block = 2 * unit / (tensor if partitioned else 1)
-    else:
-        core = 0 if recompute == "selective" else 5 * heads * sequence**2 * batch
-        block = 10 * unit / (tensor if sequence_parallel else 1) + (24 * unit + core) / tensor
     return block * layers * (1 + (pipeline - 1) / (pipeline * interleave) if interleave > 1 else 1)

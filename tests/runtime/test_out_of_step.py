@@ -63,9 +63,14 @@ PLANS: dict[str, tuple[Mesh, Any]] = {
 
 
 def on_another_batch_of_one_shape(rank: int, algorithm: str) -> dict[str, list[tuple[str, str, float]]]:
-    """The third step of each is on one batch again, the fourth is not; X[0, 0] is one of the values looked at."""
+    """The third step of each is on one batch again, the fourth is not; X[0, 0] is one of the values looked at.
+
+    Messages of a pipeline by the backend tell calls apart, but not batches.
+    """
     found = {}
     for name, (mesh, plan) in PLANS.items():
+        if (name, algorithm) == ("pipeline", "backend"):
+            continue
         run = Training(mesh, plan, algorithm)
         batches = [X + 1, X + torch.eye(4, dtype=X.dtype) * rank]
         found[name] = [outcome(lambda run=run, batch=batch: run.step(batch)) for batch in batches]
