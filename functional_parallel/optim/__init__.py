@@ -16,10 +16,9 @@ from .optimizer import (
     Optimizer,
     Schedule,
     clip_value,
-    is_known_elementwise,
+    is_declared_elementwise,
     rates,
     scheduled_rates,
-    skips_untrained,
 )
 from .sgd import SGDState, sgd, trace
 from .state_trees import like_params, likes, tree_map_params

@@ -19,7 +19,7 @@ from ..functions import PyTree, SpecTree, axis_mesh, explain_keywords
 from ..ir import scalar_beside
 from ..quantities import is_number
 from .hyperparameters import Decay, decay_rates, refuse, require
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves
 from .sharded_sums import decays_and_specs, sum_over_shards
 
 
@@ -92,7 +92,6 @@ def adafactor(
         decay_rates(weight_decay, decay, params)  # raises for a pattern that matches nothing
         return AdafactorState(scalar_beside(params), optree.tree_map(_start, params))
 
-    @skipping
     def update(grads: PyTree, state: AdafactorState, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, PyTree]:
         step, bound = state.step.double() + 1, learning_rate(lr, state.step)
         rates = decay_rates(weight_decay, decay, params)

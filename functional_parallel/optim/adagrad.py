@@ -11,7 +11,7 @@ from torch import Tensor
 from ..functions import PyTree, explain_keywords
 from .chain import Transformation, add_decayed_weights, chained, scale_by_learning_rate
 from .hyperparameters import Decay, require
-from .optimizer import Optimizer, Schedule, learning_rate, mark_elementwise
+from .optimizer import Optimizer, Schedule, learning_rate
 
 
 class AdagradState(NamedTuple):
@@ -55,7 +55,6 @@ def adagrad(
     start = initial_accumulator_value
     require("adagrad", lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, initial_accumulator_value=start, eps=eps)
 
-    @mark_elementwise
     def scaled(step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
         def one(g: Tensor, p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
             total = total + g * g
@@ -67,4 +66,10 @@ def adagrad(
         return learning_rate(lr, torch.as_tensor(step, device=getattr(step, "device", "cpu"))) / (1 + step * lr_decay)
 
     rate = scale_by_learning_rate(decayed_rate if lr_decay else lr)
-    return chained("adagrad", AdagradState, add_decayed_weights(weight_decay, decay), Transformation(scaled, 1), rate)
+    return chained(
+        "adagrad",
+        AdagradState,
+        add_decayed_weights(weight_decay, decay),
+        Transformation(scaled, 1, elementwise=True),
+        rate,
+    )

@@ -15,7 +15,7 @@ from ..functions import PyTree, explain_keywords
 from ..ops import adamw_formula, adamw_of_one
 from .chain import Constants, Transformation, add_decayed_weights, chained, scale_by_learning_rate
 from .hyperparameters import Decay, constants_of, require
-from .optimizer import Optimizer, Schedule, learning_rate, mark_elementwise, scheduled
+from .optimizer import Optimizer, Schedule, learning_rate, scheduled
 
 Betas = tuple[Schedule, Schedule]
 
@@ -130,7 +130,6 @@ def scale_by_adam(*, betas: Betas = (0.9, 0.999), eps: float = 1e-8) -> Transfor
 
         return Transformation(update, 2, constants)
 
-    @mark_elementwise
     def update(step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
         descend = fused(1.0, None).update(step)  # of parameters of 0, at the rate 1
 
@@ -140,4 +139,4 @@ def scale_by_adam(*, betas: Betas = (0.9, 0.999), eps: float = 1e-8) -> Transfor
 
         return one
 
-    return Transformation(update, 2, fused=fused)
+    return Transformation(update, 2, fused=fused, elementwise=True)

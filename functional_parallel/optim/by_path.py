@@ -13,7 +13,7 @@ from sharding_specs import P, optional, tree_paths
 from sharding_specs.rules import matches, nearest
 
 from ..functions import PyTree, SpecTree
-from .optimizer import Optimizer, Row, is_known_elementwise, mark_elementwise, skipping, skips_untrained
+from .optimizer import Optimizer, Row, is_declared_elementwise
 from .state_trees import like_params, tree_map_params
 
 _LISTED = 8
@@ -89,12 +89,8 @@ class _ByPath:
 
     def optimizer(self) -> Optimizer:
         optimizers = self.trained.values()
-        is_known = all(is_known_elementwise(each.update) for each in optimizers)
-        skips = all(skips_untrained(each.update) for each in optimizers)
-        update = partial(self.update)  # an object that can be marked, and named for its print
+        update = partial(self.update)
         update.__qualname__ = "by_path"  # type: ignore[attr-defined]
-        if is_known or skips:
-            (mark_elementwise if is_known else skipping)(update)
         own_specs = any(each.specs for each in optimizers)
         if own_specs:
             self._require_shards()
@@ -102,19 +98,19 @@ class _ByPath:
             self.init,
             update,
             specs=self.specs if own_specs else None,
-            constants=self.constants if all(each.constants for each in optimizers) else None,
+            constants=self.constants if all(map(is_declared_elementwise, optimizers)) else None,
             frozen=self.frozen if None in self.patterns.values() else None,
             lr={pattern: each.lr for pattern, each in self.trained.items()},
         )
 
     def _require_shards(self) -> None:
-        wrong = [pattern for pattern, each in self.trained.items() if not (each.specs or each.constants)]
+        wrong = [pattern for pattern, each in self.trained.items() if not (each.specs or is_declared_elementwise(each))]
         if wrong:
             sharded = next(pattern for pattern, each in self.trained.items() if each.specs)
             raise ValueError(
                 f"by_path: the optimizer of {sharded!r} has `specs`, so it is given shards, and that of "
-                f"{', '.join(map(repr, wrong))} has neither `specs` nor `constants`, so it needs full parameters. Give "
-                "the second one `constants` if it is elementwise, or `specs` if it can work on shards"
+                f"{', '.join(map(repr, wrong))} has neither `specs` nor `elementwise`, so it needs full parameters. "
+                "Give the second one elementwise=True if it is, or `specs` if it can work on shards"
             )
 
     def _assigned(self, params: PyTree) -> list[str]:
@@ -160,7 +156,8 @@ class _ByPath:
         for pattern, group in self._groups(params, assigned).items():
             optimizer, own = self.trained[pattern], group.of(params)
             further = [group.of(spec) for spec in specs] if optimizer.specs else []
-            named = {} if rows is None else {"constants": {path: rows[i][1] for path, i in group.members.items()}}
+            own_rows = None if rows is None or optimizer.constants is None else rows
+            named = {"constants": {path: own_rows[i][1] for path, i in group.members.items()}} if own_rows else {}
             before = tree_map_params(group.of, state.groups[pattern], group.structure)
             new, after = optimizer.update(group.of(grads), before, own, *further, **named)
             if optree.tree_structure(new) != optree.tree_structure(own):
@@ -178,8 +175,7 @@ class _ByPath:
         rows = [Row((None, None))] * tree.num_leaves
         for pattern, group in self._groups(params, self._assigned(params)).items():
             own, decide = group.of(params), self.trained[pattern].constants
-            assert decide is not None
-            found = optree.tree_broadcast_prefix(decide(own), own)
+            found = optree.tree_broadcast_prefix(0 if decide is None else decide(own), own)
             for path, number in group.members.items():
                 rows[number] = Row((pattern, found[path]))
         return tree.unflatten(rows)

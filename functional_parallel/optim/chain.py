@@ -21,10 +21,8 @@ from .optimizer import (
     Optimizer,
     Row,
     Schedule,
-    is_known_elementwise,
     learning_rate,
     map_leaves,
-    mark_elementwise,
     zeros_like,
 )
 
@@ -49,16 +47,17 @@ class Transformation:
             → new update, or (new update, new moments…). The first update is the gradient.
         moments: number of moments. A moment is a tensor like the parameter, of zeros at first.
         constants: params → one hashable value per parameter, or one for all, which the function takes as its last
-            argument. As in `Optimizer`, it promises that the function is elementwise. Without it, `train_step`
-            determines from a trace whether the optimizer is elementwise, and partitions one that is not.
+            argument. As in `Optimizer`, it declares that the function is elementwise.
         fused: (learning rate, `constants` of a weight decay or None) → transformation that returns the new parameter:
             this one, the decay and the rate in one op. A chain uses it if these follow.
+        elementwise: whether the function is elementwise; see `Optimizer`. A chain is if all its transformations are.
     """
 
     update: Callable[[Tensor], Callable[..., Tensor | tuple[Tensor, ...]]]
     moments: int = 0
     constants: Constants | None = None
     fused: Callable[[Schedule, Constants | None], Transformation] | None = None
+    elementwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ def chain(*transformations: Transformation) -> Optimizer:
 
 def chained(name: str, keep: Callable[..., tuple[PyTree, ...]], *transformations: Transformation) -> Optimizer:
     """Compose transformations into the optimizer `name`, whose state is `keep(step, *moments)`."""
-    known = all(is_known_elementwise(each.update) for each in transformations)
-    promised = all(each.constants or is_known_elementwise(each.update) for each in transformations)
+    declared = all(each.constants or each.elementwise for each in transformations)
     parts = _with_end(*transformations)
     count = sum(each.moments for each in parts)
 
@@ -133,7 +131,7 @@ def chained(name: str, keep: Callable[..., tuple[PyTree, ...]], *transformations
 
     update.__qualname__ = name
     lr = next((each.lr for each in reversed(transformations) if isinstance(each, _ScaleByLearningRate)), None)
-    return Optimizer(init, mark_elementwise(update) if known else update, constants=rows if promised else None, lr=lr)
+    return Optimizer(init, update, constants=rows if declared else None, lr=lr)
 
 
 def _composed(parts: Iterable[Transformation], step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
@@ -204,7 +202,7 @@ def add_decayed_weights(weight_decay: float, decay: Decay = None) -> Transformat
     def one(update: Tensor, parameter: Tensor, rate: float) -> Tensor:
         return update + rate * parameter if rate else update
 
-    return _AddDecayedWeights(mark_elementwise(lambda step: one), 0, partial(decay_rates, weight_decay, decay))
+    return _AddDecayedWeights(lambda step: one, 0, partial(decay_rates, weight_decay, decay))
 
 
 def scale_by_learning_rate(lr: Schedule) -> Transformation:
@@ -227,9 +225,8 @@ def scale_by_learning_rate(lr: Schedule) -> Transformation:
     """
     require("scale_by_learning_rate", lr=lr)
 
-    @mark_elementwise
     def update(step: Tensor) -> Callable[..., Tensor]:
         rate = -learning_rate(lr, step)
         return lambda update, parameter: rate.to(parameter.dtype) * update
 
-    return _ScaleByLearningRate(update, lr=lr)
+    return _ScaleByLearningRate(update, lr=lr, elementwise=True)

@@ -17,11 +17,7 @@ from .optimizer import (
     EMAState,
     Optimizer,
     Schedule,
-    is_known_elementwise,
-    mark_elementwise,
     scheduled,
-    skipping,
-    skips_untrained,
 )
 
 
@@ -87,8 +83,4 @@ def ema(optimizer: Optimizer, decay: Schedule = 0.999) -> Optimizer:
         assert optimizer.specs is not None
         return EMAState(cast(Any, P()), optimizer.specs(params, layouts), layouts)
 
-    if is_known_elementwise(optimizer.update):
-        mark_elementwise(update)
-    if skips_untrained(optimizer.update):
-        skipping(update)
     return optimizer._replace(init=init, update=update, specs=specs if optimizer.specs else None)

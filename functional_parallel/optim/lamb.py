@@ -18,7 +18,7 @@ from ..functions import PyTree, SpecTree, explain_keywords
 from ..ir import scalar_beside
 from ..quantities import is_non_negative
 from .hyperparameters import Decay, decay_rates, require
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping, zeros_like
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 from .sharded_sums import decays_and_specs, sum_over_shards
 
 
@@ -76,7 +76,6 @@ def lamb(
         decay_rates(weight_decay, decay, params)  # raises for a pattern that matches nothing
         return LambState(scalar_beside(params), zeros_like(params), zeros_like(params))
 
-    @skipping
     def update(grads: PyTree, state: LambState, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, LambState]:
         rate, count = learning_rate(lr, state.step), state.step.double() + 1
         unbiased = [1 - beta**count if bias_correction else torch.ones_like(count) for beta in betas]

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..functions import PyTree, explain_keywords
 from .chain import Transformation, add_decayed_weights, chained, scale_by_learning_rate
 from .hyperparameters import Decay, require
-from .optimizer import Optimizer, Schedule, mark_elementwise
+from .optimizer import Optimizer, Schedule
 
 
 class LionState(NamedTuple):
@@ -77,4 +77,4 @@ def scale_by_lion(*, betas: tuple[float, float] = (0.9, 0.99)) -> Transformation
     def one(g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
         return (beta1 * m + (1 - beta1) * g).sign(), beta2 * m + (1 - beta2) * g
 
-    return Transformation(mark_elementwise(lambda step: one), 1)
+    return Transformation(lambda step: one, 1, elementwise=True)

@@ -23,7 +23,7 @@ from ..functions import PyTree, SpecTree, axis_mesh, explain_keywords
 from ..ir import is_trained, scalar_beside
 from ..quantities import is_positive_int
 from .hyperparameters import Decay, decay_rates, refuse, require
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping, zeros_like
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 from .sharded_sums import decays_and_specs
 
 _FACTORS: dict[str, Callable[[int, int], float]] = {  # of the learning rate, by the shape of a matrix
@@ -112,7 +112,6 @@ def muon(
             y = a * y + (b * gram + c * (gram @ gram)) @ y
         return (y.mT if tall else y).to(x.dtype)
 
-    @skipping
     def update(grads: PyTree, state: MuonState, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, MuonState]:
         rate = learning_rate(lr, state.step)
         aims, averages = map_leaves(directions, params, grads, state.momentum)

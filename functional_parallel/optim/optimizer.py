@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakSet
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -16,7 +15,6 @@ from ..ir import as_complex, as_real, is_trained
 from ..tracing import needs_values
 from .host_rates import rate_on_host
 
-F = TypeVar("F", bound=Callable[..., Any])
 Schedule = float | Callable[[torch.Tensor], Any]
 
 
@@ -25,8 +23,8 @@ class Optimizer(NamedTuple):
 
     A state has subtrees with the structure of the parameters (the moments). A leaf of such a subtree with the shape of
     its parameter has the layout of the parameter. The rest of the state is replicated. `update` is written for full
-    parameters. `train_step` partitions an update that is not elementwise, unless `specs` declares that it works on
-    shards. Adafactor does so: its row and column means have the layouts of those dims of the parameters.
+    parameters. `train_step` partitions it, unless `elementwise` or `specs` declares that it works on shards. Adafactor
+    has `specs`: its row and column means have the layouts of those dims of the parameters.
 
     A parameter that does not affect the loss has a gradient of zeros here. `train_step` keeps its old value regardless
     of the result of `update`. It also keeps its old state, where a subtree with the structure of the parameters has a
@@ -39,12 +37,14 @@ class Optimizer(NamedTuple):
             parameters as a fourth argument. The specs define the axes over which a sum over a dim must be reduced.
         constants: params → constants that differ between parameters, such as the weight decay. It returns a tree with
             one number (or hashable value) per parameter, or one for all. It is called with full parameters, including
-            stacks of layers. `update` gets the result as the keyword argument `constants`.
-            It declares that `update` is elementwise and may be called on shards. `train_step` raises an error if it
-            detects that the update is not elementwise. With `constants`, parameters may be concatenated
-            (`fp.zero(1, "data", layout="flat")`). `update` then gets parameters with equal constants as one vector.
+            stacks of layers. `update` gets the result as the keyword argument `constants`. It declares that `update`
+            is elementwise, as `elementwise` does; concatenated parameters have equal constants.
         frozen: params → a tree with one bool per parameter. Frozen parameters have no gradient and are not updated.
         lr: the learning rate, or its schedule, for `metrics.lr`. With several, a dict.
+        elementwise: whether each new element depends only on elements at the same position and on replicated scalars.
+            Then `update` may be called on shards, on single layers of a stack (`fp.pipeline`), and on concatenated
+            parameters (`fp.zero(1, "data", layout="flat")`). `train_step` checks it on small tensors;
+            `fp.testing.assert_elementwise` is that check.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -53,6 +53,7 @@ class Optimizer(NamedTuple):
     constants: Callable[[PyTree], PyTree] | None = None
     frozen: Callable[[PyTree], PyTree] | None = None
     lr: Schedule | Mapping[str, PyTree] | None = None
+    elementwise: bool = False
 
     def __repr__(self) -> str:
         name = getattr(self.update, "__qualname__", type(self.update).__name__)
@@ -71,28 +72,10 @@ class Row(tuple[PyTree, ...]):
     """Constants of one parameter: a leaf of a tree, which a plain tuple is not."""
 
 
-_skipping: WeakSet[Callable[..., Any]] = WeakSet()
-_known: WeakSet[Callable[..., Any]] = WeakSet()  # by identity: a wrapper copies the attributes of the wrapped function
-
-
-def mark_elementwise(update: F) -> F:
-    """Mark an update of this package as elementwise, as tests verify. A check by tracing would slow every start."""
-    _known.add(update)
-    return skipping(update)
-
-
-def skipping(update: F) -> F:
-    """Mark an update that leaves a parameter, and its state, unchanged if its gradient is None."""
-    _skipping.add(update)
-    return update
-
-
-def skips_untrained(update: Callable[..., Any]) -> bool:
-    return update in _skipping
-
-
-def is_known_elementwise(update: Callable[..., Any]) -> bool:
-    return update in _known
+def is_declared_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer declares that its update of slices is the slice of its update."""
+    declared = getattr(optimizer, "elementwise", False)  # a user's own pair may lack it
+    return bool(declared) or getattr(optimizer, "constants", None) is not None
 
 
 def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
@@ -124,10 +107,6 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
         (clipped,) = map_leaves(lambda grad, _: (grad.clamp(-bound, bound),), grads, grads)
         return optimizer.update(clipped, state, params, *specs, **own)
 
-    if is_known_elementwise(optimizer.update):
-        mark_elementwise(update)
-    if skips_untrained(optimizer.update):
-        skipping(update)
     return optimizer._replace(update=update)
 
 

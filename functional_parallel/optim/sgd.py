@@ -12,7 +12,7 @@ from ..functions import PyTree, explain_keywords
 from ..quantities import is_number
 from .chain import Transformation, add_decayed_weights, chained, scale_by_learning_rate
 from .hyperparameters import Decay, require
-from .optimizer import Optimizer, Schedule, mark_elementwise, scheduled
+from .optimizer import Optimizer, Schedule, scheduled
 
 
 class SGDState(NamedTuple):
@@ -94,7 +94,6 @@ def _trace(name: str, momentum: Schedule, dampening: float, nesterov: bool) -> T
     if nesterov and ((constant is not None and constant <= 0) or dampening):
         raise ValueError(f"{name}(nesterov=True) needs momentum > 0 and dampening = 0")
 
-    @mark_elementwise
     def update(step: Tensor) -> Callable[..., Tensor | tuple[Tensor, ...]]:
         factor = scheduled(momentum, step)
 
@@ -104,4 +103,4 @@ def _trace(name: str, momentum: Schedule, dampening: float, nesterov: bool) -> T
 
         return one if momentum else lambda g, p: g
 
-    return Transformation(update, 1 if momentum else 0)
+    return Transformation(update, 1 if momentum else 0, elementwise=True)

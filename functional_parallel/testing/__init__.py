@@ -3,11 +3,12 @@
 import importlib
 from types import ModuleType
 
+from .elementwise import assert_elementwise
 from .equivalence import assert_equivalent
 from .rule_check import check_rule
 from .same import assert_same
 
-__all__ = ["assert_equivalent", "assert_same", "check_rule", "strategies"]
+__all__ = ["assert_elementwise", "assert_equivalent", "assert_same", "check_rule", "strategies"]
 
 
 def __getattr__(name: str) -> ModuleType:

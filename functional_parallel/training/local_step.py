@@ -18,7 +18,7 @@ from sharding_specs import P
 
 from .. import random
 from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value
-from ..optim import Optimizer, scheduled_rates, skips_untrained
+from ..optim import Optimizer, scheduled_rates
 from ..requests import (
     StateRequest,
     Update,
@@ -29,7 +29,7 @@ from ..requests import (
     with_leaves,
 )
 from .options import StepOptions
-from .untrained import old_params, old_state, old_weights, report_untrained, untrained, without
+from .untrained import old_params, old_state, old_weights, report_untrained, untrained, without, zeros_for
 from .update import (
     StepLayout,
     as_trained,
@@ -119,8 +119,7 @@ class _StepOnShards:
         idle = untrained(inputs, gradients)
         report_untrained(self.step.f.name, params, idle, places.frozen, self.step.warned)
         idle = [no_path or fixed for no_path, fixed in zip(idle, places.frozen, strict=True)]
-        if skips_untrained(self.step.optimizer.update) and not packing.groups:
-            gradients = without(gradients, idle)
+        gradients = gradients if packing.groups else without(gradients, idle)
         gradients, norm = self._reduced(gradients, leaves)
         packed = packing.pack(params)
         stored = optree.tree_map(shard_for_update, packed, places.update, places.whole)
@@ -193,6 +192,7 @@ class _StepOnShards:
         for each, held in zip(self.requests, leaves, strict=True):
             weights = each.weights(weights, held)
         places = self.places
+        gradients = gradients if places.packing.groups else zeros_for(gradients, weights, places.frozen)
         specs = (places.update, split_state(self.state_specs, self.requests)[0], places.update)
         returned = places.packing.update(self.step.optimizer, gradients, state, weights, specs=specs)
         new, after = require_same_structure(returned, weights, state)

@@ -35,7 +35,7 @@ from ..requests import (
     with_leaves,
 )
 from .local_step import Metrics
-from .update import StepLayout, gather_updated, shard_for_update
+from .update import StepLayout, gather_updated, require_elementwise, shard_for_update
 
 Requests = tuple[StateRequest, ...]
 
@@ -73,6 +73,8 @@ def first_replicas(request: Replicas, mesh: Mesh, params: PyTree, state: PyTree,
     masters = None if kept is None else split_state(state, requests)[1][requests.index(kept)]
     trained = params if kept is None else kept.full(params, masters)
     outer = None if request.outer is None else request.outer.init(trained)
+    if request.outer is not None:
+        require_elementwise(request.outer, trained)
     loss, steps = stacked(scalar_beside(params, dtype=torch.float64)), scalar_beside(params, 0, torch.int64)
     rows, optimizer = optree.tree_map(stacked, (params, state))
     steps = stacked(steps) if any(each.may_skip for each in requests) else steps

@@ -38,7 +38,7 @@ from .resizing import Rule
 from .restoring import RestoreOptions, restore_state
 from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
 from .states import StateManager
-from .update import require_elementwise
+from .update import require_declared
 
 
 @explain_keywords
@@ -121,7 +121,7 @@ class TrainStep(StateManager):
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
         super().__init__(f, optimizer, mesh, options)
         if flat_update(self.f.layout):
-            require_elementwise(optimizer)
+            require_declared(optimizer)
         if is_asynchronous(self.f.layout, mesh):  # its weights have versions
             self.options = replace(options, donate=False)
         self.program: Program | PipelineProgram | None = None

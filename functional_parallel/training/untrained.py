@@ -94,6 +94,18 @@ def without(gradients: PyTree, flags: Sequence[bool]) -> PyTree:
     return tree.unflatten([None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)])
 
 
+def zeros_for(gradients: PyTree, params: PyTree, frozen: Sequence[bool]) -> PyTree:
+    """Return the gradients, with zeros for untrained parameters, which an update may read. Frozen ones have None."""
+    leaves, tree = optree.tree_flatten(params)
+    rows = zip(leaves, tree.flatten_up_to(gradients), frozen, strict=True)
+    return tree.unflatten(
+        [
+            torch.zeros_like(leaf) if gradient is None and is_trained(leaf) and not fixed else gradient
+            for leaf, gradient, fixed in rows
+        ]
+    )
+
+
 def old_params(new: PyTree, old: PyTree, flags: Sequence[bool]) -> PyTree:
     """Return the new parameters, with the old values of untrained ones."""
     if not any(flags):

@@ -20,7 +20,7 @@ from ..functions import (
     refuse_idle_states,
     specs_per_leaf,
 )
-from ..optim import Optimizer, is_known_elementwise, sgd
+from ..optim import Optimizer, is_declared_elementwise, sgd
 from ..partition import Partitioning
 from ..quantities import is_positive_int
 from ..requests import Order, Replicas
@@ -103,7 +103,7 @@ def diloco(
     Raises:
         ValueError: if `inner` is not a positive integer, or `outer` is not elementwise.
     """
-    if not isinstance(outer, Optimizer) or not is_known_elementwise(outer.update):
+    if not isinstance(outer, Optimizer) or not is_declared_elementwise(outer):
         raise ValueError(
             f"diloco({axis!r}, outer={outer!r}): the outer optimizer updates shards of the parameters, so it is an "
             "elementwise one of fp.optim, such as fp.optim.sgd(0.7, momentum=0.9, nesterov=True)"

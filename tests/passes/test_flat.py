@@ -373,7 +373,7 @@ STAGED = fp.chain(FLAT[1], fp.pipeline("pipe", microbatches=2))
     (lambda: fp.zero(2, "data", layout="flat", whole_below=9), r"specs and whole_below say how single parameters"),
     (lambda: begin(fp.optim.sgd(0.1), STAGED), r"zero\(…, 'data', layout='flat'\).*layout='dims'"),
     (lambda: begin(fp.optim.adafactor(0.1)), r"not elementwise.*use layout='dims', or an elementwise one"),
-    (lambda: begin(of_the_user(None)), r"does not say which it treats alike.*lambda params: 0.*layout='dims'"),
+    (lambda: begin(of_the_user(None)), r"does not say which it treats alike.*elementwise=True.*layout='dims'"),
 ])  # fmt: skip
 def test_bad_input(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

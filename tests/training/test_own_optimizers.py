@@ -136,12 +136,14 @@ def test_an_update_is_that_of_whole_parameters(name: str, plan: str) -> None:
         torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("plan", ["zero 1", "zero 2, filled up", "tensor, zero 3"])
-def test_one_that_is_elementwise_sends_nothing_of_its_own(plan: str) -> None:
+@pytest.mark.parametrize(("plan", "declared"), [
+    ("zero 1", False), ("zero 1", True), ("zero 2, filled up", True), ("tensor, zero 3", True),
+])  # fmt: skip
+def test_one_that_is_elementwise_sends_nothing_of_its_own(plan: str, declared: bool) -> None:
     transform, mesh = PLANS[plan]
     momentum = with_momentum(lambda p, m: p - torch.where(m.abs() > 0.1, 0.1 * m, 0.01 * m.sign()))
     counts = []
-    for optimizer in (momentum, fp.optim.sgd(0.1, momentum=0.9)):
+    for optimizer in (momentum._replace(elementwise=declared), fp.optim.sgd(0.1, momentum=0.9)):
         train = fp.train_step(loss, optimizer, mesh, transform)
         counts.append(train.lower(parameters(), *batch()).counts())
     assert counts[0] == counts[1]
@@ -161,7 +163,7 @@ def deep_loss(params: Any, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_stacked_layers_of_a_pipeline_are_updated_one_by_one_where_that_is_the_same() -> None:
-    optimizer = with_momentum(lambda p, m: p - 0.1 * m.sign())
+    optimizer = with_momentum(lambda p, m: p - 0.1 * m.sign())._replace(elementwise=True)
     train = fp.train_step(deep_loss, optimizer, Mesh(pipe=2), fp.pipeline("pipe", STACKS, microbatches=2))
     state = train.init(deep())
     for _ in range(3):
@@ -176,9 +178,14 @@ def test_stacked_layers_of_a_pipeline_are_updated_one_by_one_where_that_is_the_s
 )
 def test_stacked_layers_of_a_pipeline_are_refused_where_it_is_not(step: Callable[[Tensor, Tensor], Tensor]) -> None:
     plan = fp.pipeline("pipe", STACKS, microbatches=2)
-    train = fp.train_step(deep_loss, with_momentum(step), Mesh(pipe=2), plan)
-    with pytest.raises(ValueError, match=r"layers/b is a stack of layers.*not elementwise \(aten.*py:\d+"):
-        train.init(deep())
+    for declared, why in {
+        False: "it does not declare it",
+        True: "given one layer of each stack, it returns another",
+    }.items():
+        optimizer = with_momentum(step)._replace(elementwise=declared)
+        train = fp.train_step(deep_loss, optimizer, Mesh(pipe=2), plan)
+        with pytest.raises(ValueError, match=rf"layers/b is a stack of layers.*not elementwise \({why}"):
+            train.init(deep())
 
 
 def returning(change: Callable[[Any, Any], Any]) -> fp.optim.Optimizer:

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -22,9 +21,9 @@ from sharding_specs import Mesh, P, local_shape, shard_leaf, tree_paths, unshard
 
 from ...functions import PyTree, SpecTree
 from ...ir import hollow, is_trained
-from ...optim import Optimizer, is_known_elementwise, tree_map_params
-from .elementwise import Call, Update, of_shape, require_promise_kept, update_mismatch
-from .partitioned_update import check_elementwise, update_shards
+from ...optim import Optimizer, is_declared_elementwise
+from .elementwise import require_declaration_kept, require_elementwise, slice_mismatch, with_constants
+from .partitioned_update import update_shards
 from .update_layout import at_rest
 
 T = TypeVar("T")
@@ -66,13 +65,13 @@ class NoPacking:
         """Apply the optimizer's update to gradients, state and parameters with these specs."""
         if getattr(optimizer, "specs", None):
             return optimizer.update(*args, specs[0])
-        if self.constants is not None:
-            update = partial(optimizer.update, constants=self.constants)
-            if not (self._is_checked or is_known_elementwise(optimizer.update)):
-                check_elementwise(update, args, specs)
-                self._is_checked = True
-            return update(*args)
-        return update_shards(optimizer.update, args, specs)
+        update = with_constants(optimizer, self.constants)
+        if not is_declared_elementwise(optimizer):
+            return update_shards(update, args, specs)
+        if not self._is_checked and any(spec.axes for spec in optree.tree_leaves(specs)):
+            require_elementwise(optimizer, self.like, self.constants)
+            self._is_checked = True
+        return update(*args)
 
 
 @dataclass(frozen=True)
@@ -111,17 +110,17 @@ class FlatPacking:
         apart: PyTree = 0,
         frozen: Sequence[bool] | None = None,
     ) -> None:
-        require_elementwise(optimizer)
-        assert optimizer.constants is not None
-        self.mesh, self.over = mesh, over
+        require_declared(optimizer)
+        self.mesh, self.over, self.params = mesh, over, params
         self.tree, self.paths, leaves = optree.tree_structure(params), tree_paths(params), optree.tree_leaves(params)
         fixed = frozen or [False] * len(leaves)
         packed = [is_trained(leaf) and not each for leaf, each in zip(leaves, fixed, strict=True)]
         self.shapes = [tuple(leaf.shape) if each else None for leaf, each in zip(leaves, packed, strict=True)]
         self.computed = self.tree.flatten_up_to(specs)
         self.kept = [at_rest(spec) for spec in self.computed]
-        marks = [self._per_leaf(params, optimizer.constants(params)), self._per_leaf(params, apart)]
-        self.constants, self._is_checked = self.tree.unflatten(marks[0]), False
+        decide = optimizer.constants
+        marks = [self._per_leaf(params, 0 if decide is None else decide(params)), self._per_leaf(params, apart)]
+        self.constants, self._is_checked = None if decide is None else self.tree.unflatten(marks[0]), False
         self.groups = self._grouped(leaves, *marks)
         taken = {number for group in self.groups for number in group.leaves}
         self.rest = [number for number in range(len(leaves)) if number not in taken]
@@ -196,29 +195,26 @@ class FlatPacking:
 
     def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
         """Apply the optimizer's update to vectors. It treats each vector as one parameter."""
-        constants = FlatBuffers(tuple(group.constant for group in self.groups), [None] * len(self.rest))
-        update = partial(optimizer.update, constants=constants)
-        if not (self._is_checked or is_known_elementwise(optimizer.update)):
-            require_promise_kept(self._beyond_vectors(optimizer, update, args), _LAY_APART)
+        constants = (
+            None
+            if self.constants is None
+            else FlatBuffers(tuple(group.constant for group in self.groups), [None] * len(self.rest))
+        )
+        update = with_constants(optimizer, constants)
+        if not self._is_checked:
+            by_leaf = with_constants(optimizer, self.constants)
+            require_declaration_kept(slice_mismatch(optimizer.init, by_leaf, self.params, self._joined, update))
             self._is_checked = True
         return update(*args)
 
-    def _beyond_vectors(self, optimizer: Optimizer, update: Update, args: tuple[PyTree, ...]) -> str | None:
-        """Explain why an update of vectors differs from the update of their parameters; None if it does not."""
-        numbers = itertools.count()
-        named = optree.tree_map(lambda leaf: f"{next(numbers)}" if isinstance(leaf, torch.Tensor) else False, args)
-        whole = self._apart(args, lambda leaf, number: of_shape(leaf, self.shapes[number] or ()))
-        names, numbered = self._apart(named, lambda name, _: name), self._apart(named, lambda _, number: number)
-        labels = [None if isinstance(each, str) else each for each in _named(numbered)]
-        by_leaf = Call(partial(optimizer.update, constants=self.constants), whole, _named(names))
-        return update_mismatch(by_leaf, Call(update, args, _named(named)), labels, "a vector of several parameters")
-
-    def _apart(self, args: tuple[PyTree, ...], of: Callable[[Any, int], Any]) -> tuple[PyTree, ...]:
-        """Unpack gradients, state and parameters, with `of(vector, index)` for each leaf that is in a vector."""
-
-        gradients, state, params = args
-        spread = partial(self.spread, of=of)
-        return spread(gradients), tree_map_params(spread, state, self.structure), spread(params)
+    def _joined(self, tree: PyTree) -> FlatBuffers:
+        """Concatenate the leaves of each group, whatever their shapes."""
+        leaves = self.tree.flatten_up_to(tree)
+        rows = ([leaves[number] for number in group.leaves] for group in self.groups)
+        vectors = tuple(
+            torch.cat([each.flatten() for each in row]) if torch.is_tensor(row[0]) else row[0] for row in rows
+        )
+        return FlatBuffers(vectors, [leaves[number] for number in self.rest])
 
     def spread(self, packed: FlatBuffers, of: Callable[[Any, int], Any]) -> PyTree:
         """Return the tree of the parameters, with `of(vector, index)` for each leaf that is in a vector."""
@@ -280,30 +276,19 @@ class FlatPacking:
             )
 
 
-def require_elementwise(optimizer: Optimizer) -> None:
+def require_declared(optimizer: Optimizer) -> None:
     """Check that an optimizer can update a vector of several parameters."""
     if getattr(optimizer, "specs", None) is not None:
         raise ValueError(
             "layout='flat' cuts parameters anywhere, but this optimizer is not elementwise (it has `specs`, as that of "
             "adafactor, whose means go along dims): use layout='dims', or an elementwise one such as fp.optim.adamw"
         )
-    if getattr(optimizer, "constants", None) is None:
+    if not is_declared_elementwise(optimizer):
         raise ValueError(
             "layout='flat' gives the optimizer several parameters as one, but this one does not say which it treats "
-            "alike (weight decay by path, for example): write fp.optim.Optimizer(init, update, constants=lambda "
-            "params: 0) if it is elementwise, without a norm of a parameter say, and treats all alike, with "
-            "update(grads, state, params, constants=None); or use layout='dims'"
+            "alike (weight decay by path, for example): write fp.optim.Optimizer(init, update, elementwise=True) if it "
+            "is elementwise, without a norm of a parameter say, and treats all alike; or use layout='dims'"
         )
-
-
-_LAY_APART = (
-    "Use layout='dims', and leave `constants` away: the update is then partitioned, and `explain` lists what it sends; "
-    "what differs from parameter to parameter alone, `constants` can say"
-)
-
-
-def _named(tree: PyTree) -> list[Any]:
-    return [each for each in optree.tree_leaves(tree) if each is not False]
 
 
 def _end_to_end(parts: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Optimizer's update on a rank's shards, equal to the shards of the update of full parameters.
 
-An update is called on shards if the optimizer has `specs`, or has `constants`, which declare it elementwise. Any other
-update is traced. If it is not elementwise, it is partitioned like a loss, which inserts collectives. Examples are
-Muon's iterations over a matrix and LAMB's norm of a parameter.
+An update is called on shards if the optimizer has `specs`, or is declared elementwise. Any other update is partitioned
+like a loss, which inserts the collectives that it needs: none for an elementwise one. Examples of others are Muon's
+iterations over a matrix and LAMB's norm of a parameter. An update must not read padding, so padded dims are gathered.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from ...functions import PyTree, SpecTree, axis_mesh
 from ...ops import ADAMW
 from ...partition import Partitioning
 from ...rules import register_rule
-from .elementwise import Update, require_promise_kept, shard_mismatch
-from .returned import require_same_structure
+from .returned import Update, require_same_structure
 from .update_layout import filled
 
 register_rule(ADAMW, "..., ..., ..., ..., , -> ..., ..., ...")  # parameter, gradient, two moments, step, rate
@@ -30,9 +29,9 @@ register_rule(ADAMW, "..., ..., ..., ..., , -> ..., ..., ...")  # parameter, gra
 
 def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
     """Return new parameters and state of one rank, with the layouts of the old ones."""
-    full = _full(args, specs)
-    axes = _axes_of(full)
-    if not axes or shard_mismatch(update, args, full) is None:
+    full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
+    axes = {axis for spec in optree.tree_leaves(full) for axis in spec.axes}
+    if not axes:
         return update(*args)
     even = optree.tree_map(_even, full)
     local: Callable[..., Any] = _checked(update)
@@ -42,26 +41,6 @@ def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
     new = local(*optree.tree_map(_without_filling, args, full))
     filled: tuple[PyTree, PyTree] = optree.tree_map(_filled, new, (full[2], full[1]))
     return filled
-
-
-def check_elementwise(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> None:
-    """Check that an update that is declared elementwise is elementwise, if its arguments are shards."""
-    full = _full(args, specs)
-    require_promise_kept(shard_mismatch(update, args, full) if _axes_of(full) else None, _LEAVE_IT_AWAY)
-
-
-_LEAVE_IT_AWAY = (
-    "Leave `constants` away: the update is then partitioned, and `explain` lists what it sends. Or give `specs` in its "
-    "place, which hands you the parameters' specs, to write the collectives yourself"
-)
-
-
-def _full(args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[SpecTree, ...]:
-    return tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
-
-
-def _axes_of(full: tuple[SpecTree, ...]) -> set[str]:
-    return {axis for spec in optree.tree_leaves(full) for axis in spec.axes}
 
 
 def _checked(update: Update) -> Update:

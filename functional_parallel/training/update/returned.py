@@ -5,6 +5,8 @@ The next step runs the same program, so new parameters and state must have the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import optree
 import torch
 
@@ -13,6 +15,8 @@ from sharding_specs import tree_paths
 from ...functions import PyTree
 from ...ir import leaf_signature
 from ..signatures import listed, structure_as_text
+
+Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 def require_same_structure(returned: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:

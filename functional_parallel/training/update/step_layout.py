@@ -14,7 +14,7 @@ from sharding_specs import Mesh, broadcast_specs
 from ...collectives import bind
 from ...functions import Layout, PyTree, SpecTree
 from ...ir import hollow
-from ...optim import Optimizer, is_known_elementwise, like_params, tree_map_params
+from ...optim import Optimizer, is_declared_elementwise, like_params, tree_map_params
 from ...pipelines import pipeline_of, stacks_of
 from ...requests import (
     NormSharding,
@@ -27,7 +27,7 @@ from ...requests import (
     update_specs,
     with_leaves,
 )
-from .elementwise import layer_mismatch
+from .elementwise import inner_slices, slice_mismatch, with_constants
 from .flat import FlatPacking, NoPacking
 from .update_layout import at_rest
 
@@ -121,12 +121,13 @@ def _decided(f: Layout, shapes: PyTree, optimizer: Optimizer, field: str, defaul
 
 
 def _beyond_layers(optimizer: Optimizer, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
-    decide, update = getattr(optimizer, "constants", None), optimizer.update
-    if is_known_elementwise(update):
-        return None
-    if decide is not None:
-        update = partial(update, constants=optree.tree_broadcast_prefix(decide(stacked), stacked))
-    return layer_mismatch(update, optimizer.init(stacked), stacked, is_stack)
+    if not is_declared_elementwise(optimizer):
+        return "it does not declare it, by fp.optim.Optimizer(…, elementwise=True)"
+    decide = getattr(optimizer, "constants", None)
+    constants = None if decide is None else optree.tree_broadcast_prefix(decide(stacked), stacked)
+    update, slices = with_constants(optimizer, constants), inner_slices(stacked, is_stack)
+    found = slice_mismatch(optimizer.init, update, stacked, slices)
+    return None if found is None else f"given one layer of each stack, it {found}"
 
 
 def _split_over(
