@@ -74,9 +74,7 @@ class MemoryLayoutError(TracingError):
 
 
 class SideEffectError(Error, ValueError):
-    """Raised for a habit of torch that changes more than values, and that a compiled function would ignore: a hook on
-    gradients, or a change of the module or its optimizer after `fp.prepare`. It names the object and the change.
-    """
+    """Raised for a side effect that a compiled function would ignore, such as a hook or a change after `fp.prepare`."""
 
 
 class SideEffectWarning(UserWarning):
@@ -135,7 +133,7 @@ class PartitionWarning(UserWarning):
 
 
 class EqualCopiesWarning(UserWarning):
-    """Warning of a sum or maximum over ranks of a value that all ranks hold alike by construction."""
+    """Warning of a sum or maximum over ranks of a value that is replicated by construction."""
 
 
 class RuleError(Error, ValueError):

@@ -113,7 +113,7 @@ def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None)
         ValueError: when p is not in [0, 1].
     """
     if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability must lie in [0, 1], not {p}")
+        raise ValueError(f"the dropout probability must be in [0, 1], not {p}")
     if p == 0:
         return x
     if p == 1:
@@ -130,7 +130,7 @@ def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torc
 
 
 def _scaled(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return x · kept · scale. torch's kernel for the gradient of its own dropout computes this product at once."""
+    """Return x · kept · scale, by torch's fused kernel for the gradient of dropout."""
     if _torch.needs_higher_derivatives() or x.is_complex() or _torch.mapped_dims(x) or _torch.mapped_dims(kept):
         return x * kept * scale
     with keeping_grad_mode():
@@ -138,7 +138,6 @@ def _scaled(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _kept(p: float, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Draw for each element of `x` whether an event of probability `p` does not happen."""
     if not 0 < p < 1:
         return torch.full_like(x, p <= 0, dtype=torch.bool)
     found: torch.Tensor = KEPT(x.detach(), key.to(x.device), list(x.shape), [], [], p)
@@ -148,7 +147,7 @@ def _kept(p: float, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 @dataclass
 class _Ambient:
     key: torch.Tensor
-    in_program: bool  # whether it was set inside a function whose trace is kept
+    in_program: bool  # whether it was set inside a function with a cached trace
     drawn: int = 0  # number of sites so far
 
 
@@ -158,7 +157,7 @@ def _ambient() -> list[_Ambient]:
 
 @contextmanager
 def using(key: torch.Tensor) -> Iterator[None]:
-    """Use a key as the ambient key inside a `with` block. The first draw is site 0, the next one site 1.
+    """Use a key as the ambient key inside a `with` block. The first draw is site 0, the second is site 1.
 
     In a compiled function, write the block inside the function, with an argument as the key.
 
@@ -204,8 +203,9 @@ def next_site(what: str) -> torch.Tensor:
         )
     if is_kept() and not keys[-1].in_program:
         raise RandomKeyError(
-            f"{what} draws from a key that is set around a compiled function, which would keep the first one: write "
-            "`with fp.random.using(key):` inside the function, with an argument as the key, or use train_step(seed=…)"
+            f"{what} draws from a key that was set outside a compiled function: all calls would use the first key. "
+            "Write `with fp.random.using(key):` inside the function, with an argument as the key, or use "
+            "train_step(seed=…)"
         )
     keys[-1].drawn += 1
     return fold_in(keys[-1].key, keys[-1].drawn - 1)
@@ -235,7 +235,7 @@ def _draw(
     splits: Sequence[int],
     p: float | None = None,
 ) -> torch.Tensor:
-    """Draw for the elements of this rank's shard. A program has the op `draw`, and ops for the place of the rank."""
+    """Draw for the elements of this rank's shard. A program has the op `draw`, and ops for the rank's position."""
     where = places(like, key, shape, axes, splits)
     is_mapped = any(map(_torch.is_functorch_wrapped, where[-1]))  # by a vmap over the ranks
     return (defined if is_mapped else DRAW)(*where, like.dtype, p)

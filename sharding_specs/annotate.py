@@ -56,7 +56,6 @@ def split(tree: Tree) -> tuple[Any, Any]:
 
 
 def _dims_named(text: str) -> int:
-    """Return the number of dims in a spec string. A parenthesised group is one dim."""
     depth, count, inside = 0, 0, False
     for letter in text:
         if letter.isspace() and depth == 0:

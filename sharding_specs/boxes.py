@@ -1,4 +1,4 @@
-"""Boxes of a tensor: those that a rank holds, and the ranks that hold elements of one."""
+"""Boxes of a tensor: the boxes that a rank holds, and the ranks that hold elements of a box."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _ranges(
 def holders(box: Box, shape: Sequence[int], spec: P, mesh: Mesh) -> Iterator[dict[str, int]]:
     """Yield the coordinates, along the axes of the spec, of the ranks that hold elements of a box.
 
-    The work is proportional to the number of blocks that the box cuts, whatever the size of the mesh.
+    The work is proportional to the number of blocks that the box cuts, for any size of the mesh.
 
     >>> list(holders(Box((3,), (2,)), (8,), P("data"), Mesh(data=4)))
     [{'data': 1}, {'data': 2}]

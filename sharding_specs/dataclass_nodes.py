@@ -33,8 +33,8 @@ def register_dataclasses(*trees: Any) -> None:
 
     Their children are the fields, by name, in the order of declaration. A field that is not a tensor is also a leaf,
     like a number in a dict. The registration of a class that is already registered is not changed. A `UserDict`, such
-    as a tokenizer's `BatchEncoding`, is registered too. Its children are its values, sorted by key, and a new instance
-    is made from a dict.
+    as a tokenizer's `BatchEncoding`, is registered too. Its children are its values, sorted by key. A new instance
+    is constructed from a dict.
 
     >>> import torch
     >>> from dataclasses import dataclass
@@ -82,7 +82,6 @@ def _is_defined_in_a_library(kind: type) -> bool:
 
 
 def _holds(leaf: DataclassNode) -> bool:
-    """Whether a dataclass holds a tensor or a spec, at any depth."""
     inner = optree.tree_leaves(list(_content(leaf).values()))
     return any(isinstance(each, _HELD) or (_is_instance(each) and _holds(each)) for each in inner)
 
@@ -125,7 +124,6 @@ def _content(instance: DataclassNode) -> dict[str, Any]:
 
 
 def _made(kind: type[T], names: tuple[str, ...], children: Iterable[Tree]) -> T:
-    """Create an instance, frozen or not. `__init__` and `__post_init__` are not called; they may check for tensors."""
     instance = object.__new__(kind)
     for name, child in zip(names, children, strict=True):
         object.__setattr__(instance, name, child)

@@ -84,7 +84,7 @@ def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 def _check(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> None:
     if problems := misfits(shape, spec, mesh, pad=pad):
-        raise SpecError(f"shape {tuple(shape)} does not lie as {spec.as_written()} on {mesh!r}: " + "; ".join(problems))
+        raise SpecError(f"shape {tuple(shape)} does not fit {spec.as_written()} on {mesh!r}: " + "; ".join(problems))
 
 
 # --- Trees ---
@@ -109,7 +109,7 @@ def shard(tree: T, specs: SpecTree, mesh: Mesh, rank: int, *, pad: bool = False)
     """
     full = broadcast_specs(specs, tree)
     fitting = optree.tree_map(lambda leaf, spec: spec if isinstance(leaf, torch.Tensor) else P(), tree, full)
-    validate(tree, fitting, mesh, pad=pad, advice="or pad what lies at rest, with shard(…, pad=True)")
+    validate(tree, fitting, mesh, pad=pad, advice="or pad storage layouts, with shard(…, pad=True)")
 
     def one(leaf: Tree, spec: P) -> Tree:
         return shard_leaf(leaf, spec, mesh, rank, pad=pad) if isinstance(leaf, torch.Tensor) else leaf
@@ -226,7 +226,7 @@ def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Te
     tensor([2, 4])
 
     Args:
-        parts: one tensor per rank, in rank order.
+        parts: shards, one tensor per rank, in rank order.
         spec: spec of the tensor.
         mesh: the mesh.
 
@@ -291,7 +291,6 @@ def _differing(path: str, parts: list[torch.Tensor], spec: P, mesh: Mesh) -> lis
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits. A NaN equals itself, and 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(*(x.detach().contiguous().flatten().view(torch.uint8) for x in (a, b)))

@@ -29,7 +29,7 @@ def parse_dims(text: str, sizes: Mapping[str, int]) -> list[tuple[str | int, ...
 
     plain = _SHARDED.sub(take, text)
     if "/" in plain:
-        raise ValueError(f"spec {text!r}: a '/' must stand between a dim's name and a mesh axis, 'vocab/tensor'")
+        raise ValueError(f"spec {text!r}: a '/' must be between a dim's name and a mesh axis, 'vocab/tensor'")
     try:
         parsed = ParsedExpression(plain, allow_underscore=True, allow_duplicates=False)
     except Exception as error:
@@ -51,14 +51,12 @@ def _without_leading_ellipsis(composition: Sequence[Any], axes: Mapping[str, obj
 
 
 def _name(factor: str | AnonymousAxis) -> str:
-    """Return the name of a factor, or its number as text. einops wraps numbers."""
     return str(getattr(factor, "value", factor))
 
 
 def _factors(
     names: list[str], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], text: str
 ) -> tuple[str | int, ...]:
-    """Return the factors of a dim up to its last sharded factor."""
     last = max((index for index, name in enumerate(names) if name in axes), default=-1)
     found: list[str | int] = []
     for index, name in enumerate(names[: last + 1]):
@@ -79,7 +77,7 @@ def _size(name: str, sizes: Mapping[str, int], text: str) -> int:
         return int(name)
     if name not in sizes:
         raise ValueError(
-            f"spec {text!r}: the factor {name!r} stands outside a sharded one, so its size counts; "
-            f"write the number in its place, or P.parse(text, {name}=…)"
+            f"spec {text!r}: the factor {name!r} is outside a sharded factor, so its size is needed; "
+            f"write the number instead, or P.parse(text, {name}=…)"
         )
     return sizes[name]

@@ -86,7 +86,7 @@ def apply_rules(rules: Rules, tree: Tree, *, strict: bool = False, default: P | 
             f"  pattern {pattern!r} finds no leaf (an earlier one may take its leaves)" for pattern in match.unused
         ]
         if match.unmatched:
-            lines.append("end the rules with ('*', P()) to keep the rest whole")
+            lines.append("end the rules with ('*', P()) to replicate the rest")
         raise SpecError("rules do not fit the tree:\n" + "\n".join(lines))
     return match.specs
 
@@ -130,10 +130,10 @@ _TABLES = ("wte", "embed_tokens", "word_embeddings")
 
 
 def _ready(rules: Mapping[str, P], *, transposed: bool = False) -> dict[str, P]:
-    """Return the rules with those for the names that peft gives to the same parameters, and to LoRA's matrices.
+    """Return the rules, and rules for the names that peft gives to the same parameters and to LoRA's matrices.
 
     The product of LoRA's matrices, `B @ A`, has the shape of a linear weight. B has the weight's split of output dims,
-    and A that of input dims, so neither is gathered. Weights are `transposed` if dim 0 is the input, as in GPT-2.
+    and A has its split of input dims, so neither is gathered. Weights are `transposed` if dim 0 is the input (GPT-2).
     """
     found = dict[str, P]()
     for pattern, spec in rules.items():

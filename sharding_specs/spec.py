@@ -142,7 +142,7 @@ class P:
 
     @property
     def named_axes(self) -> frozenset[str]:
-        """All axes that the spec names: those that split a dim, and those of partial sums, gradients and owners."""
+        """All axes that the spec names: axes that split a dim, and axes of partial sums, gradients and owners."""
         return self.axes | self.unreduced | self.reduced | self.owner.keys()
 
     def _axes(self) -> list[str]:
@@ -297,7 +297,7 @@ def _factors(dim: Dim) -> tuple[Factor, ...]:
     factors = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     for factor in factors:
         if not isinstance(factor, (str, int)) or isinstance(factor, bool) or (isinstance(factor, int) and factor < 1):
-            raise SpecError(f"a dim is None, an axis name, or a tuple of axis names and numbers; not {dim!r}")
+            raise SpecError(f"a dim must be None, an axis name, or a tuple of axis names and numbers; got {dim!r}")
     kept = list(factors)
     while kept and isinstance(kept[-1], int):  # blocks inside the last axis have no effect
         kept.pop()

@@ -86,9 +86,9 @@ def _differences(specs: SpecTree, tree: Tree, path: tuple[Any, ...]) -> list[str
     alone: list[str] = []
     if isinstance(specs, Mapping) and isinstance(tree, Mapping):
         alone += [f"{path_text((*path, key))}: there is no spec for it" for key in theirs if key not in ours]
-        alone += [f"{path_text((*path, key))}: a spec for what is not there" for key in ours if key not in theirs]
+        alone += [f"{path_text((*path, key))}: the tree has no such node" for key in ours if key not in theirs]
     elif type(specs) is not type(tree) or len(ours) != len(theirs):
-        return [f"{path_text(path) or 'the whole'}: {_kind(tree)}, for which the specs have {_kind(specs)}"]
+        return [f"{path_text(path) or 'the entire tree'}: {_kind(tree)}, but the specs have {_kind(specs)}"]
     both = (key for key in ours if key in theirs)
     return alone + [line for key in both for line in _differences(ours[key], theirs[key], (*path, key))]
 
@@ -116,7 +116,6 @@ class _AnySpec:
 
 
 def _ways_to_write(tree: Tree) -> str:
-    """Explain the valid forms of a spec tree for `tree`."""
     each = repr(optree.tree_map(lambda _: _AnySpec(), tree, is_leaf=lambda x: x is not tree))
-    example = f", {each} has one for each part" if 4 < len(each) <= _LONGEST else ""
-    return f"a spec stands for all that is below it: P(…) alone for everything{example}"
+    example = f", {each} has one per child" if 4 < len(each) <= _LONGEST else ""
+    return f"a spec applies to all leaves below it: P(…) alone is for the entire tree{example}"

@@ -22,7 +22,7 @@ def validate(tree: Tree, specs: SpecTree, mesh: Mesh, *, pad: bool = False, advi
     Traceback (most recent call last):
     sharding_specs.errors.SpecError: specs do not fit on Mesh(data=2):
       w: shape (5, 4), P('data', 'model'): dim 0 of size 5 does not divide by 'data' of 2 ranks; make it 6, shard \
-another dim, or leave it whole
+another dim, or replicate it
       w: shape (5, 4), P('data', 'model'): the mesh has no axis 'model' (its axes: data)
 
     Args:
@@ -121,6 +121,6 @@ def _uneven(dim: int, size: int, factors: Sequence[str | int], mesh: Mesh, pad: 
         if size % blocks:
             what = f"{factor!r} of {count} ranks" if isinstance(factor, str) else f"the factor {factor}"
             more = f" (with the factors outside it, {blocks} blocks)" if blocks != count else ""
-            way_out = f"make it {-(-size // blocks) * blocks}, shard another dim, or leave it whole"
+            way_out = f"make it {-(-size // blocks) * blocks}, shard another dim, or replicate it"
             return [f"dim {dim} of size {size} does not divide by {what}{more}; {way_out}"]
     return []

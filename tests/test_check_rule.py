@@ -192,7 +192,7 @@ def test_a_false_rule_of_unequal_parts_is_found() -> None:
     """A sample that two parts hold must count once: `counts` claims it, and this local does not."""
     register(ops.squares, "r+ c -> c")
     registry._rules[ops.squares.default] = registry.Rule("r+ c -> c", counts=True)
-    with pytest.raises(FalseRuleError, match=r"factor r\+ .*unequal parts"):
+    with pytest.raises(FalseRuleError, match=r"factor r\+ .*unequal slices"):
         check_rule(ops.squares.default, [SAMPLES[ops.squares]])
 
 

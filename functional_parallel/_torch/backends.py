@@ -1,4 +1,4 @@
-"""Kernels, the compiler and process groups, for which torch has no public API."""
+"""Private torch APIs of kernels, the compiler and process groups."""
 
 from __future__ import annotations
 
@@ -51,9 +51,11 @@ def fused_adamw_(
 def timeout_of_all_ranks() -> timedelta | None:
     """Return the timeout of collectives of the default process group; None if its backend does not report one."""
     world = torch.distributed.group.WORLD
-    assert world is not None, "nobody has initialised torch.distributed"
+    assert world is not None, "torch.distributed is not initialised"
     for device in ("cpu", "cuda"):
-        with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options, e.g. mpi
+        with suppress(
+            RuntimeError, AttributeError
+        ):  # no backend for this device, or a backend without options, e.g. mpi
             return world._get_backend(torch.device(device)).options._timeout
     return None
 

@@ -21,7 +21,7 @@ R = TypeVar("R")
 def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
     """Make `torch.utils.checkpoint.checkpoint` call its function directly, inside `region(name)`."""
     # Its two implementations, an autograd.Function and hooks on saved tensors, do not work under torch.func. Models
-    # hold references to `checkpoint`, so the two names that it looks up at each call are replaced. Threads outside
+    # hold references to `checkpoint`, so the two names that it reads at each call are replaced. Threads outside
     # still use torch's implementations.
     with _replacement.active(), pushed(_regions(), region):
         yield

@@ -79,7 +79,7 @@ def without_constant(fake: torch.Tensor) -> torch.Tensor:
 
 
 def reads_no_memory(error: Exception) -> bool:
-    """Whether `error` comes from a C++ function of torch that accessed the memory of a fake tensor."""
+    """Whether `error` is from a C++ function of torch that accessed the memory of a fake tensor."""
     return isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
 
 

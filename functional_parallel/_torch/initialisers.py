@@ -24,8 +24,8 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 def redrawing_initialiser(asked: Callable[..., Any]) -> tuple[Callable[..., torch.Tensor], dict[str, Any]] | None:
     """Return the running initialiser that reads values, and its arguments. None if there is none."""
-    # The initialiser of a truncated normal redraws values outside its bounds. First it asks (`asked`) whether its
-    # tensor is on the meta device, and then it returns the tensor unchanged.
+    # The initialiser of a truncated normal redraws values outside its bounds. First it reads `is_meta` of its tensor
+    # (`asked`). For a tensor on the meta device it returns the tensor unchanged.
     frame = sys._getframe(1) if asked == _IS_META else None
     while frame is not None and frame.f_code is not _REDRAWS.__code__:
         frame = frame.f_back

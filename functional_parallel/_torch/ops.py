@@ -116,7 +116,7 @@ def _with_rows(x: Argument) -> Argument:
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes, which kernels on CUDA read at once."""
+    """Whether all rows begin at multiples of 16 bytes, the unit of reads of CUDA kernels."""
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     return all(offset * x.itemsize % 16 == 0 for offset in (x.storage_offset(), *strides))
 
@@ -184,7 +184,7 @@ def _rnn_backward(*args: Any) -> tuple[torch.Tensor, ...]:
 
 
 # torch has no derivatives of these backward ops. A trace has them where it takes first derivatives only
-# (`fused_backwards`), but its program may be differentiated once more.
+# (`fused_backwards`), but its program may be differentiated later.
 _BACKWARDS = ("silu", "mish", "logit", "native_group_norm", "_fused_rms_norm")
 
 _UNDER_TRANSFORMS = {

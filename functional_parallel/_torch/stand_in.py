@@ -2,8 +2,8 @@
 
 On torch without CUDA a fake CUDA tensor that needs a gradient ends the process, because autograd calls the guard of its
 device. Autograd runs a backward of meta tensors in the caller's thread, as for the CPU. A fake tensor on meta with an
-index reports the device that it stands in for as `x.device`. Only torch's code below the fake mode, which finds the
-device of results and refuses to mix devices, sees the stand-in.
+index reports the missing device as `x.device`. Only torch's code below the fake mode sees the stand-in. That code finds
+the device of results and refuses to mix devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _below = threading.local()  # `.mode` is true while this thread runs torch's cod
 
 @cache
 def is_missing(kind: str) -> bool:
-    """Whether this machine has no device of a type."""
     if kind in ("cpu", "meta"):
         return False
     module = getattr(torch, kind, None)
@@ -33,7 +32,7 @@ def is_missing(kind: str) -> bool:
 
 
 def wished_device(device: torch.device) -> torch.device:
-    """Return the device for which a stand-in stands, and any other device unchanged."""
+    """Return the device that a stand-in represents, and any other device unchanged."""
     return _wished[device.index - 1] if device.type == "meta" and device.index else device
 
 
@@ -52,7 +51,7 @@ def device_for_trace(device: torch.device | str | int) -> torch.device:
 @cache
 def _show_wished_devices() -> None:
     own: Any = FakeTensor.device
-    is_meta: Any = torch.Tensor.is_meta  # true of fake tensors on any device that is no stand-in
+    is_meta: Any = torch.Tensor.is_meta  # true of fake tensors on all other devices
     device = property(lambda x: own.fget(x) if _is_below() else wished_device(own.fget(x)), own.fset)
     FakeTensor.device = device  # type: ignore[assignment, method-assign]
     FakeTensor.is_cuda = property(lambda x: x.device.type == "cuda")  # type: ignore[assignment]

@@ -33,7 +33,6 @@ def of_thread(name: str, make: Callable[[], T]) -> T:
 
 @contextmanager
 def pushed(stack: list[T], value: T) -> Iterator[None]:
-    """Append a value to a list inside a `with` block."""
     stack.append(value)
     try:
         yield

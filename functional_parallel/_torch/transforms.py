@@ -69,7 +69,6 @@ def backward_node_number() -> int | None:
 
 
 def next_node_number() -> int:
-    """Return the number that the next autograd node of this thread will get."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -80,7 +79,6 @@ def differentiating_level() -> int:
 
 
 def is_inside_transform() -> bool:
-    """Whether a torch.func level is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -97,7 +95,6 @@ def has_functorch_level(tensors: Sequence[Any]) -> bool:
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor inside all torch.func wrappers."""
     while is_functorch_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""Copies of a state in main memory, from which a thread writes while steps change the state."""
+"""Copies of a state in main memory. A thread writes them while steps change the state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .plan import WriteItem
 
 
 class Copies:
-    """Main memory for copies of what this process writes. The next save uses it again: new memory is slower."""
+    """Main memory for copies of the boxes that this process writes. The next save reuses it: new memory is slower."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Operations on the file system that checkpoints use. A test replaces them by ones that lose what was not synced."""
+"""Operations on the file system that checkpoints use. A test replaces them by operations that lose unsynced data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class Disk:
     """The file system of this host. Data and names are safe only after `sync` and `sync_folder`."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder, and its parents."""
         path.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
@@ -40,17 +39,14 @@ class Disk:
             os.close(descriptor)
 
     def write(self, descriptor: int, data: memoryview, offset: int) -> None:
-        """Write all data at an offset."""
         while len(data):
             done = os.pwrite(descriptor, data, offset)
             data, offset = data[done:], offset + done
 
     def sync(self, descriptor: int) -> None:
-        """Wait until the data of a file is safe."""
         os.fsync(descriptor)
 
     def sync_folder(self, path: Path) -> None:
-        """Wait until the names in a folder are safe."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -61,11 +57,9 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a file or folder. The new name must not exist, or be a file."""
         os.rename(old, new)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder with its contents, if it exists."""
         if path.is_dir() and not path.is_symlink():
             for each in sorted(path.iterdir()):
                 self.remove(each)
@@ -74,9 +68,7 @@ class Disk:
             self.unlink(path)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file, if it exists."""
         path.unlink(missing_ok=True)
 
     def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder."""
         path.rmdir()

@@ -23,7 +23,7 @@ from .plan import WriteItem
 from .sums import BLOCK, BlockSums, hasher
 
 Tensors = Callable[[WriteItem], Iterable[torch.Tensor]]
-_POPULATE_READ = 22  # of Linux 5.14: reads what is mapped, so that a fault of the disk is an error here, not a signal
+_POPULATE_READ = 22  # of Linux 5.14: reads the mapped pages, so that a fault of the disk is an error here, not a signal
 
 
 class FileInfo(NamedTuple):
@@ -84,13 +84,7 @@ def write_file(
 
 
 class ShardFile(AbstractContextManager["ShardFile"]):
-    """A safetensors file. Every block is verified when it is read, if its checksums are known.
-
-    Args:
-        path: the file.
-        info: its size and checksums; None for a file of another library.
-        algorithm: the algorithm of the checksums.
-    """
+    """A safetensors file. Every block is verified when it is read. `info` is None for a file of another library."""
 
     def __init__(self, path: Path, info: FileInfo | None = None, algorithm: str = "crc32") -> None:
         self.path, self._sums, self._new = path, None if info is None else info.sums, hasher(algorithm)
@@ -167,7 +161,6 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             )
 
     def verify(self) -> None:
-        """Read all blocks."""
         for number in range(-(-self.size // BLOCK)):
             self.block(number)
 
@@ -188,7 +181,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(dtype)
 
     def _parts(self, entry: Entry, box: Box, strides: Sequence[int]) -> Iterator[Box]:
-        """Yield the parts of a box in the order of the file. Each is in one block, or is one element in two blocks."""
+        """Divide a box into boxes in the order of the file. Each is in one block, or is one element in two blocks."""
         dim = next((dim for dim, count in enumerate(box.size) if count > 1), None)
         while box.numel:
             begin, end = entry.range(box)

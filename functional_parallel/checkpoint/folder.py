@@ -39,24 +39,16 @@ def committed(folder: Path) -> list[Path]:
 
 
 def candidates(path: Path, step: int | None = None) -> list[Path]:
-    """Return the checkpoints that a path may mean, the newest first: itself, or those of a run's folder.
-
-    Args:
-        path: the folder of one checkpoint, or of a run.
-        step: only the checkpoint of this step.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
+    """Return the checkpoints that a path may mean, the newest first: itself, or all of a run's folder."""
     own = _STEP.fullmatch(path.name)
     if (path / NAME).exists() or (own and path.is_dir()):
         found = [path]
-    else:  # of one that is being replaced, its other name
+    else:  # the other name of a checkpoint that is being replaced
         found = [each for each in committed(path.parent if own else path) if not own or _step_of(each) == int(own[1])]
     wanted = [each for each in found if step is None or _step_of(each) == step]
     if not wanted:
         steps = list(map(_step_of, reversed(found)))
-        held = f"it has those of steps {', '.join(map(str, steps))}" if found else "no step has been committed there"
+        held = f"it has steps {', '.join(map(str, steps))}" if found else "no step has been committed there"
         of_step = "" if step is None else f" of step {step}"
         removed = f"; {REMOVES}" if own or (step is not None and steps and step < steps[-1]) else ""
         where = held if path.is_dir() else "no such folder"
@@ -69,11 +61,7 @@ def _step_of(path: Path) -> int:
 
 
 def newest(path: Path, step: int | None, use: Callable[[Checkpoint], T]) -> T:
-    """Return the result of `use` on a checkpoint. If a run removes it meanwhile, take the newest one again.
-
-    Raises:
-        RemovedCheckpointError: if it is the only one of the path or the step, or if this happens `TRIES` times.
-    """
+    """Return the result of `use` on a checkpoint. If a run removes it meanwhile, use the newest. Try `TRIES` times."""
     removed = ""
     for _ in range(TRIES):
         try:
@@ -95,12 +83,11 @@ TOO_FAST = (
 
 
 def temporary(folder: Path, step: int, nonce: str) -> Path:
-    """Return the folder in which a checkpoint is written until it is complete."""
     return folder / f"step_{step:08d}.tmp-{nonce}"
 
 
 class RunFolder:
-    """The folder in which one run writes; another run is refused. Only the process of rank 0 has one."""
+    """Folder of one run's checkpoints. Another run may not write to it. Only the process of rank 0 has this object."""
 
     _open: ClassVar[dict[Path, RunFolder]] = {}
 
@@ -146,7 +133,6 @@ class RunFolder:
         return f"process {self.process} on {socket.gethostname()}, run {self.nonce}"
 
     def require_own(self) -> None:
-        """Check that no other run has taken the folder over."""
         lock = self.path / _LOCK
         try:  # closing any descriptor of the file would release the lock
             mine = lock.stat().st_ino == os.fstat(self._lock).st_ino
@@ -154,14 +140,14 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(f"{lock}: {error.strerror}") from error
         if owner != self._owner():
-            raise CheckpointError(f"{self.path}: another run has taken this folder over ({owner}): save to another one")
+            raise CheckpointError(
+                f"{self.path}: another run ({owner}) now writes to this folder: save to another folder"
+            )
 
     def step(self, step: int) -> Path:
-        """Return the folder of a committed step."""
         return self.path / f"step_{step:08d}"
 
     def begin(self, step: int, nonce: str) -> None:
-        """Create the temporary folder of a checkpoint."""
         for kind in ("params", "optimizer"):
             self.disk.make_folder(temporary(self.path, step, nonce) / kind)
 
@@ -189,7 +175,6 @@ class RunFolder:
             self._remove(replaced, nonce)
 
     def keep(self, count: int, nonce: str) -> None:
-        """Keep the newest `count` committed checkpoints, and remove the others."""
         for each in committed(self.path)[count:]:
             self._remove(each, nonce)
 

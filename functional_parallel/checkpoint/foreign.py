@@ -1,4 +1,4 @@
-"""Other files: what torch.distributed.checkpoint or torch.save wrote, and one safetensors file of full tensors."""
+"""Files of torch.distributed.checkpoint and torch.save, and one safetensors file of full tensors."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def load(path: str | Path) -> PyTree:
     {'w': tensor([1., 1.])}
 
     Args:
-        path: a checkpoint or the folder of a run; a folder of safetensors files, as torch's
-            `HuggingFaceStorageWriter` writes with `save_distributed=True`; one safetensors file; or a file of
+        path: a checkpoint, or the folder of a run. Or a folder of safetensors files, as torch's
+            `HuggingFaceStorageWriter` writes with `save_distributed=True`. Or one safetensors file. Or a file of
             `torch.save` with tensors in dicts, lists and tuples, which is read with `weights_only=True`.
 
     Returns:
@@ -60,7 +60,7 @@ def load(path: str | Path) -> PyTree:
 
 
 def consolidate(path: str | Path, target: str | Path) -> list[Path]:
-    """Write full tensors into one safetensors file: of a checkpoint, of what `load` reads, or of a `torch.save`d file.
+    """Write the full tensors of a checkpoint, or of any file that `load` reads, into one safetensors file.
 
     One full tensor is in memory at a time.
 
@@ -99,7 +99,6 @@ def consolidate(path: str | Path, target: str | Path) -> list[Path]:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether a path has safetensors files, and no checkpoint."""
     is_own = (path / NAME).exists() or bool(committed(path))
     return path.is_file() or (not is_own and any(path.glob("*.safetensors")))
 
@@ -142,7 +141,6 @@ def _tensors_of(checkpoint: Checkpoint, kind: str) -> Made:
 
 
 def _shards(path: Path, files: ExitStack) -> Made:
-    """Return the tensors of safetensors files, from the boxes in their headers."""
     boxes: dict[str, list[tuple[ShardFile, Entry]]] = defaultdict(list)
     for each in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         file = files.enter_context(ShardFile(each))

@@ -43,17 +43,13 @@ class Entry(NamedTuple):
     end: int
 
     def range(self, part: Box) -> tuple[int, int]:
-        """Return the range of bytes from the first to the last element of a part of the box."""
+        """Return the range of bytes from the first to the last element of a box inside this one."""
         first, last = part.within(self.box).ends(self.box.size)
         return self.begin + first * self.dtype.itemsize, self.begin + (last + 1) * self.dtype.itemsize
 
 
 def dtype_name(leaf: str, dtype: torch.dtype) -> str:
-    """Return the name of a dtype in safetensors.
 
-    Raises:
-        CheckpointError: if safetensors has none.
-    """
     if dtype not in _NAMES:
         raise CheckpointError(f"{leaf}: safetensors has no type for {dtype}; it has {', '.join(_NAMES.values())}")
     return _NAMES[dtype]
@@ -83,15 +79,7 @@ def header(entries: Sequence[tuple[str, torch.dtype, Box]]) -> bytes:
 
 
 def parse_header(data: bytes, size: int) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file from its header.
-
-    Args:
-        data: the header, with its length in front.
-        size: bytes of the file.
-
-    Raises:
-        ValueError: if it is not a header of a file of this size.
-    """
+    """Return the tensors in a header with its length in front. ValueError if it does not fit a file of this size."""
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= min(size - 8, _MOST) or len(data) < 8 + length:
         raise ValueError(f"its header claims {length} bytes")
@@ -116,17 +104,11 @@ def parse_header(data: bytes, size: int) -> dict[str, Entry]:
 
 
 def encode(body: Mapping[str, Any], algorithm: str) -> bytes:
-    """Return the text of `checkpoint.json`: the body, and its checksum."""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False)
     return f'{{"checkpoint": {text},\n"sum": "{_sum(text, algorithm)}"}}\n'.encode()
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return the body of `checkpoint.json`.
-
-    Raises:
-        CheckpointError: if it is damaged, or of a newer version.
-    """
     try:
         whole = json.loads(data)
         body, given = whole["checkpoint"], whole["sum"]
@@ -148,7 +130,6 @@ def _sum(text: str, algorithm: str) -> str:
 
 
 def plan_to_json(plan: SavePlan) -> dict[str, Any]:
-    """Return a plan as JSON: the layout of every leaf."""
     leaves: dict[str, dict[str, Any]] = {"params": {}, "optimizer": {}}
     for leaf in plan.leaves:
         pieces = [_piece_to_json(piece) for piece in leaf.pieces]
@@ -158,7 +139,6 @@ def plan_to_json(plan: SavePlan) -> dict[str, Any]:
 
 
 def plan_from_json(body: Mapping[str, Any]) -> SavePlan:
-    """Return the plan that `plan_to_json` wrote."""
     found = []
     for kind, leaves in body["leaves"].items():
         for key, leaf in leaves.items():

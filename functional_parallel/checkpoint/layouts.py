@@ -21,7 +21,7 @@ Coordinates = Mapping[str, int]
 
 
 class Part(NamedTuple):
-    """Box of a region that one held tensor has."""
+    """Box of a region in one held tensor."""
 
     box: Box  # of the leaf
     held: int  # index of the held tensor
@@ -29,7 +29,6 @@ class Part(NamedTuple):
     local: Box  # of the rank's shard, or of that range
 
     def view(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the view of a rank's held tensor, in the shape of the box."""
         if not self.box.numel:
             return shard.new_empty(self.box.size)
         if self.run is not None:
@@ -62,7 +61,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Writers:
-    """Index of the rank that writes a piece, among those that hold the same, for each coordinate along some axes."""
+    """Index of the rank that writes a piece, among its holders, for each coordinate along some axes."""
 
     axes: tuple[str, ...] = ()
     index: tuple[int, ...] = (0,)
@@ -98,13 +97,13 @@ class Piece:
         return self.spec.axes | frozenset(() if self.vector is None else self.vector.over)
 
     def replicas(self, mesh: Mesh) -> list[tuple[str, Sequence[int]]]:
-        """Return the axes along which ranks hold the same, each with the indices of the ranks that hold it."""
+        """Return the axes along which the piece is replicated, each with the indices of the ranks that hold it."""
         where = dict(self.where)
         sizes = mesh.shape.items()
         return [(axis, where.get(axis, range(size))) for axis, size in sizes if axis not in self.axes]
 
     def writer(self, coordinates: Coordinates, mesh: Mesh) -> int:
-        """Return the rank that writes what the ranks with these coordinates along `axes` hold."""
+        """Return the rank that writes the shard of the ranks with these coordinates along `axes`."""
         index, found = self.writers.at(coordinates, mesh), {axis: coordinates[axis] for axis in self.axes}
         for axis, indices in reversed(self.replicas(mesh)):
             index, place = divmod(index, len(indices))
@@ -112,7 +111,6 @@ class Piece:
         return mesh.rank(found)
 
     def is_held(self, coordinates: Coordinates) -> bool:
-        """Whether the rank with these coordinates holds the piece."""
         return all(coordinates[axis] in indices for axis, indices in self.where)
 
 
@@ -178,7 +176,6 @@ class LeafLayout:
                         yield whole, common.within(run), (at - start, run.size)
 
     def written(self, mesh: Mesh, rank: int) -> Iterator[Region]:
-        """Yield the regions that a rank writes."""
         coordinates = mesh.coordinates(rank)
         for piece in self.pieces:
             repeats = 0 in self.shape and any(coordinates[axis] for axis in piece.axes)  # every rank holds nothing
@@ -223,7 +220,6 @@ class LeafLayout:
 
 
 def _consecutive(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the index ranges of consecutive numbers."""
     first = 0
     for index in range(1, len(rows) + 1):
         if index == len(rows) or rows[index] != rows[index - 1] + 1:
@@ -232,14 +228,12 @@ def _consecutive(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _in_rows(box: Box, rows: Sequence[int]) -> Box | None:
-    """Return a box of a row if the box has one of these rows."""
     if not any(box.start[0] <= row < box.start[0] + box.size[0] for row in rows):
         return None
     return Box(box.start[1:], box.size[1:])
 
 
 def _index(axes: Sequence[str], coordinates: Coordinates, mesh: Mesh) -> int:
-    """Return the index of a rank along several axes, the outermost first."""
     found = 0
     for axis in axes:
         found = found * mesh.axis_size(axis) + coordinates[axis]

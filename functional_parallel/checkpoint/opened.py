@@ -39,7 +39,7 @@ class Checkpoint:
     Attributes:
         path: its folder.
         step: number of completed steps.
-        extra: what the caller of `train.save` added.
+        extra: the `extra` argument of `train.save`.
         data_position: position of the run in its samples, as the sampler or loader gave it; None if none was saved.
         mesh: the mesh of the run that saved it.
         leaves: shape and dtype of each tensor, by kind and key: "params/layers/0/w", "optimizer/m/layers/0/w".
@@ -116,7 +116,7 @@ class Checkpoint:
         return "\n".join([*lines, *columns(rows)] if rows else lines)
 
     def verify(self) -> None:
-        """Read every byte and compare the checksums. Check that the boxes in the files are those of every leaf.
+        """Read every byte and compare the checksums. Check that the files have all boxes of every leaf.
 
         Raises:
             DamagedCheckpointError: for the first file that is damaged or differs from `checkpoint.json`.
@@ -177,13 +177,13 @@ class Checkpoint:
         return lines
 
     def open(self, name: str) -> ShardFile:
-        """Open one of the files."""
         return ShardFile(self.path / name, self.files[name], self.body["sums"])
 
     def read(self, items: Iterable[ReadItem], held: Callable[[int], torch.Tensor], rank: int = 0) -> None:
         """Read boxes into held tensors, by their indices. Each file is read once, from its beginning.
 
-        Ranks begin with different files, and read two in turn: one from the disk, and what another rank has just read.
+        Ranks begin with different files. Each rank reads two files in turn. It reads the second from the page cache,
+        because another rank has just read it from the disk.
         """
         work: dict[str, list[tuple[ReadItem, Box, Box]]] = defaultdict(list)
         for item in items:

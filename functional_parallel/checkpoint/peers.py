@@ -19,17 +19,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Peers:
-    """The processes of a run.
-
-    Args:
-        rank: number of this process.
-        size: number of processes.
-        ranks: the ranks of the mesh in this process.
-        exchange: returns the values of all processes; every process calls it.
-        store: a store that all processes reach; None for one process.
-        missing: returns text on a process that died, else "".
-        timeout: seconds that a process waits for the others.
-    """
+    """Processes of a run. `rank` is this process, `ranks` are its ranks of the mesh. Every process calls `exchange`."""
 
     rank: int
     size: int

@@ -16,12 +16,7 @@ from .peers import Peers
 def position_to_json(data: Any, peers: Peers) -> Any:
     """Return the position of a run in its samples as JSON. Every process calls it.
 
-    Args:
-        data: an `fp.Position`; or a loader with `state_dict` and `load_state_dict`, such as torchdata's
-            StatefulDataLoader, of which each process has its own; or None.
-
-    Raises:
-        TypeError: if it is something else.
+    `data` is an `fp.Position`, or None, or this process's loader with `state_dict` and `load_state_dict`.
     """
     if data is None:
         return None
@@ -38,24 +33,20 @@ def position_to_json(data: Any, peers: Peers) -> Any:
 
 
 def position_of(saved: Any) -> Any:
-    """Return what `position_to_json` wrote: an `fp.Position`, the states of loaders by process, or None."""
+    """Return the value that `position_to_json` wrote: an `fp.Position`, the states of loaders by process, or None."""
     return Position(**saved) if isinstance(saved, dict) and "epoch" in saved else saved
 
 
 def load_position(saved: Any, data: Any, peers: Peers) -> None:
-    """Load the state of this process's loader.
 
-    Raises:
-        CheckpointError: if the checkpoint has no states of loaders, or those of another number of processes or workers.
-    """
     states = saved.get("loaders") if isinstance(saved, dict) else None
     if states is None:
         raise CheckpointError("data=…: the checkpoint has no state of a loader; it was saved without data=loader")
     if len(states) != peers.size:
         raise CheckpointError(
             f"the checkpoint has the states of {len(states)} loaders, and there are {peers.size} processes: a loader "
-            "on another number of ranks would repeat some samples and leave out others. Resume on as many, or use "
-            "fp.Sampler, which resumes on any number"
+            "on another number of ranks would repeat some samples and leave out others. Resume on "
+            f"{len(states)}, or use fp.Sampler, which resumes on any number"
         )
     mine, workers = states[peers.rank], getattr(data, "num_workers", 0)
     if mine["workers"] != workers:
@@ -67,7 +58,6 @@ def load_position(saved: Any, data: Any, peers: Peers) -> None:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a state with tensors and bytes as JSON."""
     if isinstance(value, torch.Tensor):
         data = base64.b64encode(bytes(value.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())).decode()
         return {"~tensor": [dtype_name("a state of a loader", value.dtype), list(value.shape), data]}

@@ -20,7 +20,7 @@ class Saves(Protocol):
 
 
 def inspect(path: str | Path, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint: its step, leaves, mesh, and what else was saved. No tensor is read.
+    """Open a checkpoint to read its step, leaves, mesh and other metadata. No tensor is read.
 
     >>> import tempfile, torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -67,7 +67,7 @@ class Saver:
         path: folder of the run's checkpoints, which all hosts share.
         every: number of steps from one save to the next.
         keep: number of checkpoints to keep. Older ones are removed when the next one is safe. None keeps all.
-        asynchronous: whether a thread writes. Otherwise a call returns when the checkpoint is safe.
+        asynchronous: whether a thread writes. If not, a call returns when the checkpoint is safe.
         busy: "wait" for the save before, or "skip" this one, if a process has not finished writing.
         only: "trained" to leave out frozen parameters, as for `train.save`.
 
@@ -107,7 +107,7 @@ class Saver:
             Whether a save has begun.
 
         Raises:
-            CheckpointError: on every process, if the save before failed on one, or this one cannot begin. The state is
+            CheckpointError: on every process, if the save before failed on one, or this save cannot begin. The state is
                 unchanged, so training can continue.
         """
         if state.step % self.every:

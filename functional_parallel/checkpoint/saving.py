@@ -37,14 +37,7 @@ _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two reads of the store
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint.
-
-    Args:
-        plan: the plan.
-        shard: returns the held tensor of an index and a rank of this process.
-        numbers: leaves that are Python numbers, by kind and key.
-        body: the rest of `checkpoint.json`.
-    """
+    """Contents of a checkpoint. `shard` returns the held tensor of an index and a rank of this process."""
 
     plan: SavePlan
     shard: Callable[[int, int], torch.Tensor]
@@ -52,13 +45,12 @@ class Contents:
     body: dict[str, Any]
 
     def tensors(self, rank: int) -> Tensors:
-        """Return a function that returns the tensors of a box of a rank."""
         return lambda item: (part.view(self.shard(part.held, rank)) for part in item.parts)
 
 
 @dataclass
 class Save:
-    """A save under way. `run` may be called in a thread; `wait` raises what went wrong."""
+    """A save in progress. `run` may be called in a thread; `wait` raises its error."""
 
     peers: Peers
     disk: Disk
@@ -74,7 +66,7 @@ class Save:
     _problem: str = ""
 
     def run(self) -> None:
-        """Write this process's files, and commit if it is the first one. What goes wrong is kept for `wait`."""
+        """Write this process's files, and commit if it is the first process. Keep an error for `wait`."""
         try:
             files: dict[str, FileInfo] = {}
             for rank, items, tensors in self.work:
@@ -85,7 +77,6 @@ class Save:
             self._fail(_told(error, self.made.parent, self.size))
 
     def start(self) -> None:
-        """Run in a thread."""
         self._thread = threading.Thread(target=self.run, name=f"checkpoint of step {self.step}")
         self._thread.start()
 
@@ -95,16 +86,11 @@ class Save:
         return any(self.peers.exchange(mine, "to see whether a checkpoint is written"))
 
     def join(self) -> None:
-        """Wait until this process has finished."""
         if self._thread is not None:
             self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is committed. Every process calls it.
-
-        Raises:
-            CheckpointError: on every process, if a process could not write its files.
-        """
+        """Wait until the checkpoint is committed. Every process calls it, and raises if one could not write."""
         self.join()
         try:
             self.peers.agree(self._problem, "after a checkpoint")
@@ -175,7 +161,6 @@ def _told(error: Exception, folder: Path, size: int) -> str:
 
 
 def require_only(only: str | None) -> None:
-    """Check the choice of what is saved."""
     if only not in (None, "trained"):
         raise ValueError(f"only={only!r}: it is 'trained', to leave out frozen parameters, or None")
 
@@ -194,7 +179,7 @@ def begin_save(
     Args:
         peers: the processes of the run.
         folder: the folder of the run's checkpoints.
-        contents: what to save.
+        contents: the contents of the checkpoint.
         keep: number of committed checkpoints to keep; None keeps all.
         copies: memory for copies of this process's boxes, made now, so that later steps may change the state.
         disk: the file system.

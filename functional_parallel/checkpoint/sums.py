@@ -14,8 +14,6 @@ BLOCK = 4 << 20  # bytes; a multiple of the size of every page and dtype
 
 
 class Hasher(Protocol):
-    """Incremental checksum."""
-
     def update(self, data: memoryview | bytes, /) -> None: ...
     def hexdigest(self) -> str: ...
 
@@ -32,16 +30,11 @@ class _Crc32:
 
 
 def default_algorithm() -> str:
-    """Return "xxh3_64" if the package xxhash is installed, else "crc32"."""
     return "xxh3_64" if importlib.util.find_spec("xxhash") is not None else "crc32"
 
 
 def hasher(algorithm: str) -> Callable[[], Hasher]:
-    """Return a function that starts a checksum.
 
-    Raises:
-        CheckpointError: if the algorithm is unknown here.
-    """
     if algorithm == "crc32":
         return _Crc32
     if algorithm == "xxh3_64":
@@ -64,7 +57,6 @@ class BlockSums:
         self._done: list[str] = []
 
     def update(self, data: memoryview) -> None:
-        """Add the next bytes of the file."""
         while len(data):
             room = BLOCK - self._length % BLOCK
             self._open.update(data[:room])
@@ -75,5 +67,5 @@ class BlockSums:
             data = data[room:]
 
     def finish(self) -> list[str]:
-        """Return the checksum of each block; the last one may be shorter."""
+        """Return the checksum of each block; the last block may be shorter."""
         return [*self._done, self._open.hexdigest()] if self._length % BLOCK else list(self._done)

@@ -21,9 +21,8 @@ def tree_keys(tree: PyTree) -> list[str]:
     >>> tree_keys({"a": {"b": 1}, "a/b": 2, "c": [3], "d": {"0": 4}})
     ['a/b', 'a~1b', 'c/0', 'd/~20']
 
-    Args:
-        tree: a pytree. '/' in a key is written '~1' and '~' is written '~0'. A key that is text of an integer begins
-            with '~2'. The leaf of a tree without containers is '~'.
+    '/' in a key is written '~1' and '~' is written '~0'. A key that is text of an integer begins with '~2'. The leaf of
+    a tree without containers is '~'.
     """
     return ["/".join(map(_part, accessor)) or "~" for accessor in optree.tree_accessors(tree)]
 
@@ -63,7 +62,6 @@ def _to_json(tree: PyTree, leaf: Callable[[Any], Any]) -> Any:
 
 
 def tree_from_json(made: Mapping[str, Any], leaf: Callable[[Any], Any]) -> PyTree:
-    """Return the tree that `tree_to_json` wrote, with `leaf(value)` for each of its leaves."""
     ((name, value),) = made.items()
     if name == "leaf":
         return leaf(value)
@@ -76,7 +74,7 @@ def tree_from_json(made: Mapping[str, Any], leaf: Callable[[Any], Any]) -> PyTre
 
 
 def without_leaves(made: Mapping[str, Any], left_out: Container[str]) -> dict[str, Any]:
-    """Return a tree as JSON without some leaves: dicts do not have them, and they are None elsewhere."""
+    """Return a tree as JSON without some leaves: they are left out of dicts, and None elsewhere."""
     ((name, value),) = made.items()
     if name == "leaf":
         return {"None": 0} if value in left_out else dict(made)

@@ -183,13 +183,12 @@ class Sampler:
         if epoch < 0 or not 0 <= batch < self.batches:
             raise ValueError(
                 f"Sampler.run(start={Position(epoch, batch)}): an epoch of {self.length} samples in batches of "
-                f"{self.batch} has batches 0 to {self.batches - 1}; a run goes on with the length and the batch that "
-                "it began with, on any mesh"
+                f"{self.batch} has batches 0 to {self.batches - 1}. Resume with the length and the batch size of the "
+                "run; the mesh may differ"
             )
         return self._run(self._here() if rank is None else rank, epoch, batch)
 
     def _here(self) -> int | None:
-        """Return the rank of this process on the mesh, or None if it simulates all ranks."""
         runtime = default_runtime(self.mesh)
         return runtime.rank if isinstance(runtime, ProcessRuntime) else None
 

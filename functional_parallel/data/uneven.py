@@ -89,16 +89,16 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
         CallMismatchError: on every rank, if a rank stops before all ranks have finished.
     """
     runtime, own = default_runtime(mesh), _Own(batches, rows, mesh)
-    name, advice = f"fp.even_batches(rows={rows})", "Every rank goes through it to the end, or all leave at one batch"
+    name, advice = f"fp.even_batches(rows={rows})", "Every rank must iterate to the end, or all must stop at one batch"
     batch, number = own.take(), 0
     runtime.agree(f"begins {name}", advice)
     first = optree.tree_map(lambda leaf: leaf[:1].detach().cpu().clone() if _has_rows(leaf) else leaf, batch)
     sample = _common_sample(runtime.exchange(first, "to compare samples"), mesh)
     while True:
         status = _PROBLEM if own.problem is not None else _NOTHING if batch is None else _BATCH
-        worst = runtime.agree(f"asks {name} for batch {number}", advice, status)
+        worst = runtime.agree(f"requests batch {number} of {name}", advice, status)
         if worst == _PROBLEM:
-            own.fail(runtime.exchange(repr(own.problem) if own.problem else None, "to say what is wrong"))
+            own.fail(runtime.exchange(repr(own.problem) if own.problem else None, "to report a problem"))
         if worst == _NOTHING:
             return
         if batch is None:
@@ -108,10 +108,10 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
 
 
 def check_same_call(runtime: Runtime[Any, Any], doing: str) -> None:
-    """Check that ranks with per-rank batches are about to make the same call. An error says what a rank is `doing`."""
+    """Check that ranks with per-rank batches are about to make the same call, which `doing` describes in an error."""
     advice = (
-        "With batch='own' every rank takes as many steps, on batches of one shape: go through "
-        "fp.even_batches(batches, rows, mesh), which fills up what is short, masks it, and lets all ranks end together"
+        "With batch='own' every rank must take the same number of steps, on batches of one shape. Iterate over "
+        "fp.even_batches(batches, rows, mesh), which pads and masks batches, so that all ranks end together"
     )
     runtime.agree(doing, advice)
 
@@ -127,7 +127,6 @@ class _Own:
         self.problem: Exception | None = None
 
     def take(self) -> PyTree | None:
-        """Return the next batch that has rows. Return None at the end or after an exception."""
         try:
             for batch in self.batches:
                 if _rows_that_fit(batch, self.rows):
@@ -163,14 +162,11 @@ def _rows(batch: PyTree) -> int:
 def _rows_that_fit(batch: PyTree, rows: int) -> int:
     count = _rows(batch)
     if count > rows:
-        raise UnevenBatchError(
-            f"a batch has {count} rows, more than the {rows} that it shall have: give a larger rows="
-        )
+        raise UnevenBatchError(f"a batch has {count} rows, more than the {rows} of rows={rows}: give a larger rows=")
     return count
 
 
 def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
-    """Return the sample of the first rank that has one. All samples must have the same signature."""
     looks = {rank: batch_signature(sample, begin=1) for rank, sample in enumerate(samples) if sample is not None}
     if len(set(looks.values())) > 1:
         first = {look: rank for rank, look in reversed(looks.items())}

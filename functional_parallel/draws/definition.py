@@ -57,7 +57,7 @@ def numbers(x: Tensor, dtype: torch.dtype, p: float | None) -> Tensor:
 def digits_of(dtype: torch.dtype, p: float | None) -> tuple[int, int | None]:
     """Return the number of binary digits that a draw has, and the least integer of these digits that is p, scaled."""
     if p is None:
-        return _DIGITS.get(dtype, 8), None  # those that every number of the dtype in [0, 1) has
+        return _DIGITS.get(dtype, 8), None  # digits of every number of the dtype in [0, 1)
     if dtype in (torch.float64, torch.complex128):
         return 53, math.ceil(p * 2.0**53)
     return 24, math.ceil(torch.tensor(p, dtype=torch.float32, device="cpu").item() * 2.0**24)

@@ -15,7 +15,7 @@ from ..collectives import DimSplit, axis_index, axis_size
 class Positions:
     """Positions relative to the first element. They have a digit per dim, or per run of contiguous dims, outer first.
 
-    A digit adds `strides` times itself. A stride of 0 stands for the next table, which has a number for each value.
+    A digit adds `strides` times itself. A stride of 0 selects the next table, which has a number for each value.
     """
 
     sizes: Sequence[int]
@@ -36,7 +36,7 @@ def positions(
 ) -> tuple[int | Tensor, Positions]:
     """Return the position of the first element of a shard like `like`, and the positions of all relative to it.
 
-    `shape` is that of the full tensor. `splits` has three numbers per axis, innermost transform first: dim, outer,
+    `shape` is the global shape. `splits` has three numbers per axis, innermost transform first: dim, outer,
     samples. The dim is viewed as (outer, samples, rest), and a rank has its chunk of the samples.
     """
     first: int | Tensor = 0

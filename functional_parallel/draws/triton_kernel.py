@@ -1,4 +1,4 @@
-"""Triton kernel of the draws. It has the bits of an element in registers, and writes only what is drawn from them."""
+"""Triton kernel of the draws. It has the bits of an element in registers, and writes only the draws."""
 
 from __future__ import annotations
 

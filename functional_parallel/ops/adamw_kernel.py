@@ -2,7 +2,7 @@
 
 The update of an element depends only on its values, and is the same in a parameter and in a shard of it. The CPU's
 kernel rounds the elements after the last full vector differently, so both ops pass it full vectors only. CUDA's has one
-formula for every element. It is given tensors as they are, and nothing waits for a number on the device.
+formula for every element. It gets the tensors unchanged, and nothing waits for a number on the device.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def _adamw_(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Option
 
 
 def _by_kind(held: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-    """Split a list into parameters, means and squares."""
     count = len(held) // 3
     return held[:count], held[count : 2 * count], held[2 * count :]
 
@@ -101,7 +100,6 @@ def _in_vectors(x: Tensor) -> list[Tensor]:
 
 
 def _put_back(x: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Copy the pieces that do not share memory with `x` back into it."""
     count = x.numel()
     left = count % _VECTOR
     if not x.is_contiguous():
@@ -111,7 +109,6 @@ def _put_back(x: Tensor, pieces: Sequence[Tensor]) -> None:
 
 
 def adamw_formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]) -> Triple:
-    """Update one parameter and its moments in torch's ops."""
     step, lr, beta1, beta2, eps, decay = options
     lr, step = lr.to(p.dtype), step.to(p.dtype)
     m = m + (1 - beta1) * (g - m)

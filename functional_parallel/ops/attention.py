@@ -88,7 +88,7 @@ def _in_forwards(
     if attn_mask is not None and is_causal:
         raise ValueError(
             "scaled_dot_product_attention takes attn_mask or is_causal=True, not both, as in torch: "
-            "write what is causal into the mask"
+            "write the causal mask into attn_mask"
         )
     q, k, v = _with_batch_of_all(query, key, value)
     if dropout_p or _torch.differentiating_level():

@@ -1,8 +1,8 @@
 """Choice among torch's fused attention kernels on CUDA, as a function of shapes and dtypes.
 
 torch chooses by the device that it runs on, so a program that is lowered elsewhere would contain another kernel. Its
-first choice on recent devices, cuDNN, has gradients that are NaN for some shapes in which the last tile of 128 keys is
-not full. So cuDNN is chosen for full tiles without a mask only.
+first choice on recent devices, cuDNN, has gradients that are NaN for some shapes with an incomplete last tile of 128
+keys. So cuDNN is chosen for full tiles without a mask only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPS = {
 
 
 class AttentionKernel(NamedTuple):
-    """Attention kernel: "cudnn", "flash", "efficient", or "math" for torch's ops one by one; and why."""
+    """Attention kernel: "cudnn", "flash", "efficient", or "math" for separate ops of torch; and the reason."""
 
     name: str
     reason: str
@@ -97,7 +97,7 @@ def _not_flash(shape: Shape, capability: tuple[int, int]) -> str:
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor | None:
-    """Compute attention by a fused kernel, with as many heads of keys as of queries. None if no kernel computes it."""
+    """Compute attention by a fused kernel, with equal numbers of key and query heads. None if no kernel computes it."""
     shape = Shape(q.dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], mask is not None, is_causal)
     name = attention_kernel(shape, _capability(q.device), _enabled()).name
     if name == "math" or 0 in q.shape:
@@ -134,12 +134,10 @@ def _with_four_dims(x: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, multiple: int) -> Tensor:
-    """Fill the last dim with zeros to a multiple, as the kernels require. It changes no product."""
     return pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else x
 
 
 def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return a mask as a bias in the dtype of the queries, with rows that begin at multiples in memory."""
     bias = mask.to(q.dtype)
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(bias).masked_fill(~mask, -math.inf)

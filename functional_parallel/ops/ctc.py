@@ -99,8 +99,8 @@ def ctc_loss(
     single = log_probs.ndim == 2
     if targets.ndim != 2 - single:
         raise TracingError(
-            f"{current_source()}: ctc_loss is traced for targets with a row per sample, (batch, longest), not "
-            f"{tuple(targets.shape)}: where one begins that lie end to end is a value. Fill them up, as by "
+            f"{current_source()}: ctc_loss needs targets with a row per sample, (batch, longest), got "
+            f"{tuple(targets.shape)}: a trace does not know the offsets of concatenated targets. Pad them by "
             "torch.nn.utils.rnn.pad_sequence(targets, batch_first=True)"
         )
     inputs, lengths = (torch.as_tensor(each, device=log_probs.device) for each in (input_lengths, target_lengths))

@@ -26,7 +26,7 @@ Derivative = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of rows (rows, inner) by its matrix of (groups, inner, columns).
 
-    `ends` has the row after the last one of each group. Rows after the last group give zeros.
+    `ends` has the end of each group (exclusive). Rows after the last group give zeros.
     """
     with keeping_grad_mode():
         return _apply_product(rows, matrices, ends)
@@ -45,7 +45,6 @@ def grouped_outer(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Iterate over the groups that have rows, with their slices."""
     bounds = [0, *ends.tolist()]
     return (
         (group, slice(*bounds[group : group + 2])) for group in range(len(ends)) if bounds[group] < bounds[group + 1]

@@ -67,8 +67,6 @@ def _keyed(*ops: torch._ops.OpOverload) -> Callable[[_Draw], _Draw]:
 
 
 def _new(op: torch._ops.OpOverload, what: str, draw: _Draw, default: torch.dtype | None = None) -> None:
-    """Register a draw `op(*bounds, size)`."""
-
     @intercept_op(op)
     def new(
         *args: Any, dtype: torch.dtype | None = default, device: torch.device | None = None, **_: _Unused
@@ -78,8 +76,6 @@ def _new(op: torch._ops.OpOverload, what: str, draw: _Draw, default: torch.dtype
 
 
 def _like(op: torch._ops.OpOverload, what: str, draw: _Draw) -> None:
-    """Register a draw `op(x, *bounds)`."""
-
     @intercept_op(op)
     def like(
         x: Tensor, *bounds: int, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: _Unused

@@ -1,4 +1,4 @@
-"""`outputs(x)`: a marker in model code, after which the master of data parallelism computes alone."""
+"""`outputs(x)`: a marker in model code. After it, the master of data parallelism computes alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Tree = TypeVar("Tree")
 def outputs(x: Tree) -> Tree:
     """Mark the outputs of a model. With `fp.data_parallel(axis, master=…)` the master gathers them.
 
-    All that follows from the mark is computed by the master alone, on the whole batch. That is the model and the loss
-    outside of it, in torch's DataParallel. Without the mark, each rank computes its part of the loss, and the outputs
-    are these parts. Under any other plan, and outside a plan, the mark has no effect.
+    The master alone computes all values that depend on the mark, on the full batch. It is the boundary between the
+    model and the loss outside of it, in torch's DataParallel. Without the mark, each rank computes a summand of the
+    loss, and the outputs are these summands. Under any other plan, and outside a plan, the mark has no effect.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -42,7 +42,6 @@ def outputs(x: Tree) -> Tree:
 
 
 def _mark(x: torch.Tensor) -> torch.Tensor:
-    """Mark a value for the transforms that will partition an axis later."""
     return _Outputs.apply(x) if hidden_axes() else x
 
 

@@ -15,12 +15,10 @@ from ..ir import define_op
 
 
 def run_of(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-    """Return the slices of `x` for all runs, with shape (parts, elements)."""
     return x.reshape(1, -1) if parts == 1 else x.unflatten(dim, (parts, -1)).movedim(dim, 0).reshape(parts, -1)
 
 
 def packed(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
-    """Pack tensors into one flat tensor of concatenated runs."""
     return torch.cat([run_of(x, parts, dim) for x, dim in zip(tensors, dims, strict=True)], 1).reshape(-1)
 
 

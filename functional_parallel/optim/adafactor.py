@@ -39,8 +39,8 @@ class AdafactorState(NamedTuple):
 
 Square = Tensor | Factored
 _NOT_COMPLEX = (
-    "complex parameters have no row and column means of their own; keep them as torch.view_as_real(w) and let the loss "
-    "take torch.view_as_complex of it, or use an elementwise optimizer, such as adamw"
+    "complex parameters do not have row and column means. Store them as torch.view_as_real(w) and use "
+    "torch.view_as_complex in the loss, or use an elementwise optimizer, such as adamw"
 )
 
 
@@ -147,7 +147,6 @@ def _whole_along(spec: P, dim: int) -> P:
 
 
 def _second_moment(square: Square, g: Tensor, weight: Tensor, spec: P, floor: float) -> tuple[Square, Tensor]:
-    """Return the new state and the second moment that it represents."""
     squares = g * g
     if not isinstance(square, Factored):
         square = square + weight * (squares - square)

@@ -21,7 +21,7 @@ _ELSEWHERE = 0  # in a moment of one group, the leaf of a parameter of another g
 
 
 class PathSet(str):
-    """A pattern that matches these paths exactly, under a name of its own."""
+    """Pattern with a name that matches these paths exactly."""
 
     __slots__ = ("paths",)
     paths: frozenset[str]
@@ -54,13 +54,13 @@ def by_path(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     >>> optimizer.update(params, optimizer.init(params), params)[0]
     {'embed': tensor([1.]), 'norm': tensor([0.5000]), 'w': tensor([0.])}
 
-    Each optimizer gets a dict from path to parameter, of its own parameters. Its state is sharded as if it were the
+    Each optimizer gets its parameters as a dict from path to parameter. Its state is sharded as if it were the
     only optimizer. `train_step(clip=…)` bounds the norm of the gradients of all groups together. `metrics.lr` is a dict
     from pattern to rate.
 
     Args:
         groups: path pattern → optimizer, in the order of precedence. None freezes parameters: they have no gradient,
-            no state and no update. Patterns are those of sharding rules, such as `"*/bias"`.
+            no state and no update. Patterns have the syntax of sharding rules, such as `"*/bias"`.
 
     Returns:
         An optimizer with the state `ByPathState`. It may be updated on shards and in flat vectors if all its optimizers
@@ -108,9 +108,9 @@ class _ByPath:
         if wrong:
             sharded = next(pattern for pattern, each in self.trained.items() if each.specs)
             raise ValueError(
-                f"by_path: the optimizer of {sharded!r} has `specs`, so it is given shards, and that of "
+                f"by_path: the optimizer of {sharded!r} has `specs`, so all get shards. But the optimizer of "
                 f"{', '.join(map(repr, wrong))} has neither `specs` nor `elementwise`, so it needs full parameters. "
-                "Give the second one elementwise=True if it is, or `specs` if it can work on shards"
+                "Give it elementwise=True if it is elementwise, or `specs` if it can work on shards"
             )
 
     def _assigned(self, params: PyTree) -> list[str]:
@@ -201,7 +201,6 @@ class _Group:
     structure: Any
 
     def of(self, tree: PyTree) -> dict[str, Any]:
-        """Return the leaves of the group, by path, from a tree like the parameters."""
         leaves = self.structure.flatten_up_to(tree)
         return {path: leaves[number] for path, number in self.members.items()}
 

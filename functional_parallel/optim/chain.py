@@ -31,7 +31,7 @@ Constants = Callable[[PyTree], PyTree]
 
 @dataclass(frozen=True)
 class Transformation:
-    """A part of an optimizer that changes the update of a parameter, for `chain`.
+    """Transformation of the update of a parameter, for `chain`.
 
     >>> import torch, functional_parallel as fp
     >>> rounded = fp.optim.Transformation(lambda step: lambda update, parameter: update.sign())
@@ -40,7 +40,7 @@ class Transformation:
     >>> optimizer.update({"w": torch.tensor([3.0, -0.1])}, optimizer.init(params), params)[0]
     {'w': tensor([0.5000, 1.5000])}
 
-    The real and the imaginary part of a complex parameter are two real numbers in a last dim of size 2.
+    A complex parameter is a real tensor with a last dim of size 2.
 
     Attributes:
         update: number of updates done, a scalar → function of one parameter: (update, parameter, moments…[, constant])
@@ -49,7 +49,7 @@ class Transformation:
         constants: params → one hashable value per parameter, or one for all, which the function takes as its last
             argument. As in `Optimizer`, it declares that the function is elementwise.
         fused: (learning rate, `constants` of a weight decay or None) → transformation that returns the new parameter:
-            this one, the decay and the rate in one op. A chain uses it if these follow.
+            this transformation, the decay and the rate in one op. A chain uses it if these follow.
         elementwise: whether the function is elementwise; see `Optimizer`. A chain is if all its transformations are.
     """
 
@@ -91,7 +91,7 @@ def chain(*transformations: Transformation) -> Optimizer:
     p ← p (1 − lr λ) − lr u. With `scale_by_adam` before these, or before the rate, it is one call of torch's kernel.
 
     Args:
-        transformations: the transformations, in the order in which they change the gradient.
+        transformations: the transformations, in the order of their application to the gradient.
 
     Returns:
         An optimizer with the state `ChainState`.
@@ -109,7 +109,7 @@ def chain(*transformations: Transformation) -> Optimizer:
 
 
 def chained(name: str, keep: Callable[..., tuple[PyTree, ...]], *transformations: Transformation) -> Optimizer:
-    """Compose transformations into the optimizer `name`, whose state is `keep(step, *moments)`."""
+    """Compose transformations into the optimizer `name` with the state `keep(step, *moments)`."""
     declared = all(each.constants or each.elementwise for each in transformations)
     parts = _with_end(*transformations)
     count = sum(each.moments for each in parts)

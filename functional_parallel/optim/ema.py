@@ -1,4 +1,4 @@
-"""Exponential moving average of the parameters, as a part of the optimizer's state."""
+"""Exponential moving average of the parameters in the optimizer's state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ema(optimizer: Optimizer, decay: Schedule = 0.999) -> Optimizer:
 
     It is `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, updated after each step: the average
     begins with the parameters after the first update, so it needs no correction of a bias. The average is sharded,
-    saved and restored like a moment. It is an average of what the optimizer updates: of the masters, if there are any.
+    saved and restored like a moment. The optimizer's parameters are averaged: the masters, if there are any.
     An update that a loss scale skips does not change it. `train.params(state, ema=True)` returns the average, and
     `train.compile(f, ema=True)` evaluates functions of it.
 

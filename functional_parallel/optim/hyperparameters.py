@@ -23,7 +23,7 @@ Decay = Mapping[str, float] | Callable[[str, Tensor], float] | None
 def require(
     optimizer: str, *, lr: Schedule = 0.0, betas: tuple[float, float] = (0.0, 0.0), **not_negative: float
 ) -> None:
-    """Raise ValueError unless `lr` is a rate or a schedule, `betas` lie in [0, 1), and the others are not negative.
+    """Raise ValueError unless `lr` is a rate or a schedule, `betas` are in [0, 1), and the others are not negative.
 
     Invalid values would make training fail silently.
     """
@@ -31,8 +31,8 @@ def require(
         if instead := written_here(lr):
             raise ValueError(f"{optimizer}(lr=…): {instead}")
         raise ValueError(
-            f"{optimizer}(lr={lr!r}): a learning rate is a number of at least 0, or a function from the number of "
-            "updates done to one, such as those of fp.optim.schedules"
+            f"{optimizer}(lr={lr!r}): a learning rate is a number of at least 0, or a function of the number of "
+            "updates done, such as fp.optim.schedules.cosine"
         )
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not (pair and all(is_number(beta) and 0 <= beta < 1 for beta in betas)):
@@ -43,12 +43,10 @@ def require(
 
 
 def constants_of(betas: Any) -> Any:
-    """Return betas with 0 in place of each schedule, to check the constant ones."""
     return tuple(0.0 if callable(beta) else beta for beta in betas) if isinstance(betas, (tuple, list)) else betas
 
 
 def refuse(optimizer: str, is_wrong: Callable[[Tensor], bool], params: PyTree, reason: str) -> None:
-    """Raise ValueError with the paths of the parameters that an optimizer cannot update."""
     leaves = zip(tree_paths(params), optree.tree_leaves(params), strict=True)
     wrong = [path or "the parameter" for path, leaf in leaves if is_trained(leaf) and is_wrong(leaf)]
     if wrong:

@@ -27,7 +27,7 @@ def lion(
 
     p ← p (1 − lr λ) − lr · sign(β₁ m + (1−β₁) g);  m ← β₂ m + (1−β₂) g.
 
-    The real and the imaginary part of a complex parameter are updated separately, each by its sign.
+    Real and imaginary components of a complex parameter are updated separately, each by its sign.
 
     >>> import torch
     >>> optimizer = lion(0.25)

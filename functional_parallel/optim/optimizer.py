@@ -82,7 +82,7 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
     """Return an optimizer that first clamps every element of the gradients to [-bound, bound].
 
     It needs no sum over ranks, so it is correct under every sharding. `train_step(clip=…)` bounds the global norm
-    instead, and does so before this. The real and the imaginary part of complex gradients are clamped separately.
+    instead, and does so before this. Real and imaginary components of complex gradients are clamped separately.
 
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.clip_value(fp.optim.sgd(1.0), 0.5)
@@ -129,12 +129,11 @@ def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
 
 
 def scheduled(value: Schedule, step: torch.Tensor) -> Any:
-    """Return a hyperparameter of a step: a constant as it is, the value of a schedule as a float64 scalar."""
     return learning_rate(value, step) if callable(value) else value
 
 
 def scheduled_rates(optimizer: Optimizer, state: PyTree) -> PyTree:
-    """Return the rates of the next update that follow a schedule, in the tree of `optimizer.lr`. Others are None."""
+    """Return the scheduled rates of the next update, in the tree of `optimizer.lr`, with None for constant rates."""
 
     def of(lr: PyTree, state: PyTree) -> PyTree:
         state = state.inner if isinstance(state, EMAState) else state
@@ -146,7 +145,7 @@ def scheduled_rates(optimizer: Optimizer, state: PyTree) -> PyTree:
 
 
 def rates(optimizer: Optimizer, scheduled: PyTree) -> PyTree:
-    """Return all rates of an update: those of `scheduled_rates`, and the constant ones."""
+    """Return all rates of an update: the result of `scheduled_rates`, and the constant rates."""
 
     def of(lr: PyTree, found: PyTree) -> PyTree:
         if isinstance(lr, Mapping):
@@ -181,5 +180,5 @@ def map_leaves(
             rows.append(tuple(map(as_complex, update(*map(as_real, (leaf, *others)), *constant))))
         else:
             rows.append(update(leaf, *others, *constant))
-    found = zip(*rows, strict=True) if rows else [()] * len(trees)  # as many results as trees, without parameters too
+    found = zip(*rows, strict=True) if rows else [()] * len(trees)  # one result per tree, without parameters too
     return tuple(map(tree.unflatten, found))

@@ -119,7 +119,7 @@ def join(*parts: tuple[int, Rate], last: Rate) -> Rate:
     [1.0, 1.0, 0.5, 0.25, 0.0]
 
     Args:
-        parts: pairs of a number of steps and their schedule.
+        parts: pairs of a number of steps and the schedule of these steps.
         last: schedule of all later steps.
     """
     if not parts:

@@ -19,7 +19,7 @@ def decays_and_specs(optimizer: str, needs: str, decays: PyTree, specs: SpecTree
         raise ValueError(
             f"{optimizer} was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "
             f"{needs} to know which axes split which dim. Write optimizer.update(grads, state, "
-            "params, specs) with the specs of the parameters, P() if they are whole, or use an elementwise optimizer: "
+            "params, specs) with the specs of the parameters (P() if replicated), or use an elementwise optimizer: "
             "adamw, lion"
         )
     return optree.tree_map(lambda *pair: pair, decays, broadcast_specs(P() if specs is None else specs, params))

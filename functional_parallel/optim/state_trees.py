@@ -30,13 +30,11 @@ def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
 
 
 def tree_map_params(change: Callable[[PyTree], PyTree], state: PyTree, structure: optree.PyTreeSpec) -> PyTree:
-    """Apply `change` to every subtree of an optimizer state that has the structure of the parameters."""
     is_like = _is_like(structure)
     return optree.tree_map(lambda x: change(x) if is_like(x) else x, state, is_leaf=is_like)
 
 
 def likes(state: PyTree, structure: optree.PyTreeSpec) -> list[PyTree]:
-    """Return the subtrees of an optimizer state that have the structure of the parameters, in order."""
     is_like = _is_like(structure)
     return [each for each in optree.tree_leaves(state, is_leaf=is_like) if is_like(each)]
 

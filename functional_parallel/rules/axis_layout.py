@@ -12,7 +12,7 @@ class Replicated:
     """Every rank holds the full value (the state Invariant)."""
 
     def __str__(self) -> str:
-        return "whole"
+        return "replicated"
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Reduced:
     """Every rank holds the full value, and its gradient is wanted as partial sums (the state Reduced)."""
 
     def __str__(self) -> str:
-        return "whole, its gradient unreduced"
+        return "replicated, its gradient unreduced"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Owned:
     rank: int
 
     def __str__(self) -> str:
-        return f"whole on rank {self.rank}"
+        return f"owned by rank {self.rank}"
 
 
 AxisLayout = Replicated | Reduced | Partial | Shard | Owned

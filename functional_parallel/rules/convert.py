@@ -15,12 +15,12 @@ Reduced means replicated with an unreduced gradient. Varying operand means a rep
 | partial sums → sharded | `psum_scatter` | all_gather |
 | constant → partial sums | none: the value on one rank, zeros on the others | |
 | owned → varying operand | `broadcast` | reduce |
-| owned → replicated | `broadcast`, for an op that casts by itself | reduce of the owner's gradient |
+| owned → replicated | `broadcast`, for an op with an explicit cast | reduce of the owner's gradient |
 | owned → sharded | `scatter` | gather |
 | sharded → owned | `gather` | scatter |
 | partial sums → owned | `gather`, and the owner adds | scatter |
 
-Owned values exist only in a partition with an owner. Its ops on whole operands run on the owner.
+Owned values exist only in a partition with an owner. Its ops on full operands run on the owner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..collectives import MICROBATCH, DimSplit, apply_primitive, axis_index
 from .axis_layout import REDUCED, REPLICATED, AxisLayout, Owned, Partial, Reduced, Replicated, Shard
 from .duplicates import add_duplicates, drop_duplicates
 
-REPLICATED_VARYING = "whole, on every rank of its own"
+REPLICATED_VARYING = "replicated, with rank-dependent gradients"
 TargetLayout = AxisLayout | str
 
 
@@ -99,7 +99,6 @@ def _to_owner(x: torch.Tensor, held: AxisLayout, owner: int, axis: str, parts: D
 
 
 def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: DimSplit) -> torch.Tensor:
-    """Select this rank's slice of a rank-dependent value by index."""
     split = add_duplicates(x, form, parts).unflatten(form.dim, (form.outer, parts.ranks, -1))
     index = axis_index(axis).to(x.device).reshape(1)
     result: torch.Tensor = split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)

@@ -29,7 +29,7 @@ class OperandInfo:
     is_parameter: bool = False
     is_constant: bool = False  # whether it depends on no input, so that no gradient flows to it
     is_zero: bool = False  # whether it is known to be zeros, where others are partial sums
-    is_read_once: bool = False  # whether the op is the only one that reads it
+    is_read_once: bool = False  # whether no other op reads it
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class OpSharding:
     results: tuple[AxisLayout, ...]
     choice: SplitFactor | None = None
     extremum: str = ""  # "pmax" or "pmin" if the results must be combined by that collective
-    masked: tuple[int, ...] = ()  # operands in which the second copy of a duplicated sample must be set to zero
+    masked: tuple[int, ...] = ()  # operands that must have zeros for the second copy of a duplicated sample
     of_shapes: bool = False  # whether the op reads only shape, dtype or device of its operands
 
     @property
@@ -114,7 +114,7 @@ def _choose(
 
 
 def _summed_alone(rule: RuleText, fits: list[Factors], operands: Sequence[OperandInfo], factor: str) -> tuple[int, ...]:
-    """Index of the smallest operand with `factor` in which the op is linear, so that zeros add nothing; () if none."""
+    """Index of the smallest operand with `factor` that the op is linear in, so that zeros add nothing; () if none."""
     found = [
         (operand.aval.nbytes, index)
         for index, (fit, operand) in enumerate(zip(fits, operands, strict=True))
@@ -166,7 +166,7 @@ def _without_choice(rule: RuleText, operands: Sequence[OperandInfo], results: in
 
 
 def _are_summands(together: Sequence[OperandInfo]) -> bool:
-    """Whether operands are partial sums, or zeros or constants beside partial sums. One rank adds a constant."""
+    """Whether operands are partial sums, or zeros or constants next to partial sums. One rank adds a constant."""
     # Another op that reads the partial sums may need them complete. The sum with the constant is then a second psum.
     sums = [operand for operand in together if isinstance(operand.place, Partial)]
     rest = [operand for operand in together if not isinstance(operand.place, Partial) and not operand.is_zero]
@@ -181,7 +181,9 @@ def factor_sizes(fits: list[Factors], operands: Sequence[OperandInfo], where: st
     for factors, extent in dims:
         unknown = [name for name in factors if name not in sizes]
         if len(unknown) > 1:
-            raise RuleError(f"{where}: the sizes of {', '.join(unknown)} cannot be told apart in a dim of {extent}")
+            raise RuleError(
+                f"{where}: the sizes of the factors {', '.join(unknown)} of a dim of size {extent} are ambiguous"
+            )
         for name in unknown:
             sizes[name] = extent // math.prod(sizes[other] for other in factors if other != name)
     return sizes

@@ -41,7 +41,7 @@ class Pattern:
         return next((index for index, dim in enumerate(self.dims) if dim == ("...",)), None)
 
     def fit(self, shape: tuple[int, ...], where: str, *, ones: bool = False) -> tuple[tuple[str, ...], ...]:
-        """Return the factors of each dim of a tensor of shape `shape`; a size-one dim under an ellipsis has none.
+        """Return the factors of each dim of a tensor of shape `shape`; () for a size-one dim under an ellipsis.
 
         Dims of the ellipsis are named from the right, the last is `.0`, so that broadcasting aligns them. `ones` is for
         operands that are not broadcast: dims of size one are named too, because an axis of one rank may split them.
@@ -79,7 +79,7 @@ def parse_rule(text: str) -> RuleText:
     """Parse the text of a rule: operand patterns, `->`, result patterns; patterns are separated by commas."""
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise RuleError(f"a rule reads 'operands -> results', this one has no arrow: {text!r}")
+        raise RuleError(f"a rule has the form 'operands -> results'; there is no arrow in {text!r}")
     marks: dict[str, str] = {}
     operands = tuple(_pattern(part, marks, text) for part in _split(left))
     results = tuple(_pattern(part, marks, text) for part in _split(right))
@@ -111,7 +111,6 @@ def _pattern(part: str, marks: dict[str, str], text: str) -> Pattern:
 
 
 def _take_marks(body: str, marks: dict[str, str], text: str) -> str:
-    """Remove the marks of factors from a pattern and store them in `marks`."""
     words = body.replace("(", " ( ").replace(")", " ) ").split()
     for index, word in enumerate(words):
         if word[-1] in _MARKS:

@@ -82,7 +82,7 @@ class OpContext:
     def held_positions(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convert positions along the sharded dim of the first operand to positions in this rank's shard.
 
-        Return the local positions, and a mask of those that this rank holds. A duplicated sample of uneven shards
+        Return the local positions, and whether this rank holds each. A duplicated sample of uneven shards
         belongs to the first rank that holds it. Positions on other ranks are mapped to any legal position.
         """
         place = self.decision.operands[0]

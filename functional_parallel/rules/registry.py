@@ -47,7 +47,7 @@ class Rule:
         text = self.text if isinstance(self.text, str) else self.text(node)
         if not isinstance(text, str):
             raise RuleError(
-                f"the rule of {where(node)} is a function that returned {text!r}; it shall return the rule's text"
+                f"the rule of {where(node)} is a function that returned {text!r}; it must return the rule's text"
             )
         parsed, operands, results = parse_rule(text), len(tensor_operands(node)), results_of(node)
         if len(parsed.operands) != operands or len(parsed.results) != results:
@@ -90,8 +90,8 @@ def register_rule(
     """
     if not isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         raise TypeError(
-            f"register_rule takes an op, as torch.ops.mylib.scale_rows, not {op!r}; a function that is made of torch's "
-            "ops needs no rule"
+            f"register_rule takes an op, as torch.ops.mylib.scale_rows, not {op!r}; a function of torch's ops does not "
+            "need a rule"
         )
     if isinstance(text, str):
         parse_rule(text)
@@ -105,13 +105,12 @@ def register_rule(
 
 
 def rule(ops: Iterable[Target], entry: Rule) -> None:
-    """Register one rule for several ops."""
     for op in ops:
         _rules[op] = entry
 
 
 def lookup(op: Target) -> Rule | None:
-    """Return the rule of an op. Elementwise ops without a rule share one; for any other op it is None."""
+    """Return the rule of an op. Elementwise ops without a rule share one. None for any other op without a rule."""
     entry = _rules.get(origin_of(op))
     if entry is None and isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags:
         return _POINTWISE

@@ -49,7 +49,6 @@ def along_text(mark: str = "") -> Callable[[fx.Node], str]:
 
 
 def ndim_of(node: fx.Node) -> int:
-    """Number of dims of an op's first operand."""
     return len(info(node.args[0]).aval.shape)
 
 
@@ -59,7 +58,6 @@ def dim_of(node: fx.Node) -> int:
 
 
 def results_of(node: fx.Node) -> int:
-    """Number of results of an op."""
     value = info(node).val
     return len(value) if isinstance(value, tuple) else 1
 

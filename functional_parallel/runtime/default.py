@@ -62,7 +62,7 @@ def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
     plan = pipeline_of(f.layout)
     if plan is not None and plan.on(mesh).versions is not None:
         raise PipelineError(
-            f"{plan.on(mesh).name} updates weights while microbatches are under way: train with it by fp.train_step; "
+            f"{plan.on(mesh).name} updates weights while microbatches are in flight: use it in fp.train_step only; "
             "for a gradient, or to evaluate, take a synchronous schedule, such as '1f1b'"
         )
 
@@ -97,7 +97,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of processes: that of torch.distributed's group, or else the number that a launcher started."""
+    """Return the number of processes in torch.distributed's group, or else the number that a launcher started."""
     if _has_group():
         return dist.get_world_size()
     launch = launch_of_environment()
@@ -105,7 +105,7 @@ def world_size() -> int:
 
 
 def is_main_rank() -> bool:
-    """Whether this process is the one that prints: rank 0, or the only one.
+    """Whether this process prints for all ranks: it is rank 0, or the only process.
 
     >>> is_main_rank()
     True
@@ -114,15 +114,14 @@ def is_main_rank() -> bool:
 
 
 def forget_runtimes() -> None:
-    """Forget the runtimes of all meshes, in a process that was forked to be a rank."""
     _chosen.clear()
     _made.clear()
 
 
 def _let_go(mesh: Mesh, once_more: str) -> CollectiveError:
     return CollectiveError(
-        f"{mesh!r} lay on processes that torch.distributed.destroy_process_group() has let go: call it after the last "
-        f"step, train.params and train.whole, or {once_more} once more"
+        f"torch.distributed.destroy_process_group() has ended the process group of {mesh!r}: call it after the last "
+        f"step, train.params and train.whole, or call {once_more} again"
     )
 
 
@@ -140,7 +139,7 @@ def _has_group() -> bool:
 
 
 def _has_processes() -> bool:
-    """Whether this process has peers: in a process group, or by a launcher that says where rank 0 is."""
+    """Whether this process has peers: in a process group, or by a launcher with an address of rank 0."""
     if not dist.is_available() or dist.is_initialized():
         return dist.is_available()
     if chosen_backend() in MPI_BACKENDS:
@@ -155,10 +154,9 @@ def _simulated(mesh: Mesh) -> SimulatedRuntime:
         by, name, size = seeming
         missing = [each for each in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if each not in os.environ]
         warnings.warn(
-            f"this looks like one of {size} processes that {by} started ({name}={size}), yet it "
-            f"simulates all {mesh.size} ranks of {mesh!r} by itself, and so will the others: the environment lacks "
-            f"{', '.join(missing)}, and nobody has called torch.distributed.init_process_group. Start with torchrun, "
-            "or do either before the mesh is first used",
+            f"{by} seems to have started {size} processes ({name}={size}), but this process simulates all {mesh.size} "
+            f"ranks of {mesh!r}, because the environment lacks {', '.join(missing)} and there is no process group. "
+            "Start with torchrun, or set these variables or call torch.distributed.init_process_group first",
             RuntimeWarning,
             stacklevel=2,
         )

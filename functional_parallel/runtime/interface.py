@@ -1,7 +1,7 @@
 """Interfaces of a runtime and of the executor of a pipeline rank.
 
-A runtime runs the programs of a mesh. `Runtime` is the base class. Its defaults are those of a single process that has
-all ranks, so nothing is compared. `Executor` is defined with the pipelines, which drive it.
+A runtime runs the programs of a mesh. `Runtime` is the base class. Its defaults are for a single process that has all
+ranks, so nothing is compared. `Executor` is defined with the pipelines, which drive it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Where = tuple[tuple[str, tuple[int, ...]], ...]
 class Runtime(ABC, Generic[Handle, Runnable]):
     """Base class of runtimes."""
 
-    base: Runtime[Any, Any] | None = None  # the runtime that this one wraps; it compares with other processes
+    base: Runtime[Any, Any] | None = None  # the runtime inside this wrapper; it compares with other processes
     mesh: Mesh
     algorithm: str = ""  # of sums, for comparison with another run
     holders: str  # the kind of ranks that hold values, for messages
-    device: torch.device | None = None  # to which values move; None if they stay where they are
+    device: torch.device | None = None  # target device of values; None if they are not moved
 
     @property
     def calls(self) -> int:

@@ -29,7 +29,7 @@ from .default import forget_runtimes, rank, world_size
 Result = TypeVar("Result")
 
 _HOST = "127.0.0.1"
-_TO_END = 10.0  # seconds in which a rank ends after its result
+_TO_END = 10.0  # seconds from a rank's result to its end
 _LOOK_EVERY = 1.0
 _FAR = 2  # an error about other ranks: one of them has failed, or ends at the same time
 
@@ -40,7 +40,7 @@ class _Rank(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """What ended a rank. Of several, the one of the least `distance` from the cause is reported."""
+    """Reason for the end of a rank. The failure with the least `distance` from the cause is reported."""
 
     text: str
     distance: int
@@ -48,7 +48,7 @@ class _Failure(NamedTuple):
 
 
 def launch(f: Callable[..., Result], ranks: int, *args: Any, start: str | None = None) -> list[Result]:
-    """Call `f(*args)` on several ranks at once, each a process of this host, and return all results.
+    """Call `f(*args)` on several ranks, each a process of this host, and return all results.
 
     >>> import functional_parallel as fp, torch
     >>> from sharding_specs import Mesh, P
@@ -63,7 +63,7 @@ def launch(f: Callable[..., Result], ranks: int, *args: Any, start: str | None =
     thread of its process, so it cannot set signal handlers.
 
     Args:
-        f: called on each rank, where `fp.rank()` tells them apart. With "fork" it may be any function, also one of a
+        f: called on each rank; `fp.rank()` is the rank's number. With "fork" it may be any function, also of a
             notebook. With "spawn" it must be importable, or the package cloudpickle installed.
         ranks: the number of processes.
         args: arguments of `f`.
@@ -96,7 +96,7 @@ def launch(f: Callable[..., Result], ranks: int, *args: Any, start: str | None =
             each.process.join(max(0.0, deadline - time.monotonic()))
         return results
     finally:
-        store = None  # else a traceback that somebody keeps would keep its port
+        store = None  # else a stored traceback would keep its port open
         for each in running:
             each.process.kill()
         for each in running:
@@ -110,7 +110,7 @@ def _start_method(ranks: int, start: str | None) -> str:
         raise ValueError(f"ranks={ranks!r}: write the number of processes, 2")
     known = multiprocessing.get_all_start_methods()
     if start not in (None, "fork", "spawn") or (start and start not in known):
-        raise ValueError(f"start={start!r}: write 'fork' or 'spawn', of which this system has {', '.join(known)}")
+        raise ValueError(f"start={start!r}: write 'fork' or 'spawn'; this system supports {', '.join(known)}")
     if not dist.is_available():
         raise LaunchError("this torch is built without torch.distributed: ranks are simulated in one process")
     if dist.is_initialized() or world_size() > 1:
@@ -124,14 +124,14 @@ def _start_method(ranks: int, start: str | None) -> str:
 
 
 def _pickled(f: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return a call as bytes, for a process that shares no memory with this one."""
+    """Return a call as bytes, for a process that does not share memory with this process."""
     advice = "write it at the top level of a module, or install cloudpickle"
     try:
         dumps = importlib.import_module("cloudpickle").dumps
     except ImportError:
         dumps = pickle.dumps
         if f.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-            raise LaunchError(f"a new process cannot find {f!r}, whose module has no file: {advice}") from None
+            raise LaunchError(f"a new process cannot find {f!r}: its module has no file; {advice}") from None
     try:
         result: bytes = dumps((f, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -197,7 +197,7 @@ def _failure(error: BaseException) -> _Failure:
     return _Failure(f"raised\n{traceback.format_exc()}", distance, pickled)
 
 
-# --- What ranks send ---
+# --- Results and failures of ranks ---
 
 
 def _collected(running: list[_Rank]) -> list[Any]:
@@ -211,7 +211,7 @@ def _collected(running: list[_Rank]) -> list[Any]:
             _look(number, each, results, failures)
         if any(failure.distance < _FAR for failure in failures.values()):
             break
-        if failures:  # the cause may still be on its way
+        if failures:  # the cause may not have arrived yet
             deadline = min(deadline, time.monotonic() + _LOOK_EVERY)
     if failures:
         raise _error(failures, len(running))
@@ -219,8 +219,7 @@ def _collected(running: list[_Rank]) -> list[Any]:
 
 
 def _look(number: int, rank: _Rank, results: dict[int, Any], failures: dict[int, _Failure]) -> None:
-    """Take what a rank sent, if anything, or notice that it has ended."""
-    ended = not rank.process.is_alive()  # asked first: what it sent has then arrived
+    ended = not rank.process.is_alive()  # read first: all that an ended process sent has arrived
     try:
         sent = rank.pipe.recv() if rank.pipe.poll() else None
     except (EOFError, OSError):
@@ -239,6 +238,6 @@ def _look(number: int, rank: _Rank, results: dict[int, Any], failures: dict[int,
 def _error(failures: dict[int, _Failure], ranks: int) -> LaunchError:
     number, failure = min(failures.items(), key=lambda each: (each[1].distance, each[0]))
     error = LaunchError(f"rank {number} of {ranks} {failure.text}")
-    with suppress(Exception):  # the class of an error may not take what it gave
+    with suppress(Exception):  # the class of an error may not accept its own pickled arguments
         error.__cause__ = pickle.loads(failure.pickled)
     return error

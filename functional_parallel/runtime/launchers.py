@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..errors import LaunchError
 
 _DEFAULT_PORT = 29500  # of torch's launchers
-_PORTS = range(10_000, 30_000)  # below those that systems give to outgoing connections
+_PORTS = range(10_000, 30_000)  # below the ports that systems give to outgoing connections
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Launch:
     size: int
     local_rank: int  # number of this process on its host
     agents: int  # processes of the launcher itself, which another launcher may have started
-    address: str  # host of rank 0; "" if the variables do not tell it
-    port: int  # on which rank 0 serves the store
+    address: str  # host of rank 0; "" if the variables do not have it
+    port: int  # of the store on rank 0
     variables: dict[str, str]  # that were read, with their values
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ _OPEN_MPI = _Names(
 _MPICH = _Names("mpirun", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), local_size=("MPI_LOCALNRANKS",))
 _LAUNCHERS = (_TORCH, _OPEN_MPI, _MPICH, _SRUN)  # the inner ones first: srun may start mpirun, and either torchrun
 
-# Launchers that set RANK and WORLD_SIZE, by a variable that they set beside them. accelerate runs torchrun.
+# Launchers that set RANK and WORLD_SIZE, by another variable that they set. accelerate runs torchrun.
 _MARKS = {
     "CROSS_RANK": "deepspeed",
     "ACCELERATE_MIXED_PRECISION": "accelerate launch",
@@ -75,7 +75,7 @@ _MARKS = {
 
 
 def launch_of_environment() -> Launch | None:
-    """Return what the launcher of this process says, or None if no launcher has set its variables.
+    """Return the launch in the variables of this process's launcher, or None if no launcher has set them.
 
     Variables of several launchers are accepted if they agree, or if one launcher has started the other.
     """
@@ -109,7 +109,7 @@ def _read(names: _Names) -> Launch | None:
     if names is not _TORCH and size == 1:
         return None  # a shell that Slurm gave, or a program that uses MPI alone: it may simulate ranks
     if names is _SRUN and os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ:
-        return None  # the batch script, which runs once, whatever the number of tasks
+        return None  # the batch script, which runs once for any number of tasks
     local_size, port = _number(names.local_size), _number(("MASTER_PORT",))
     for which, below in ((names.rank, names.size), (names.local_rank, names.size), (names.local_rank, _local(names))):
         _require_below(which, below)
@@ -155,7 +155,6 @@ def _require_below(which: tuple[str, ...], below: tuple[str, ...]) -> None:
 
 
 def _first_host(hosts: str) -> str:
-    """Return the first host of a list of Slurm's: node001 of node[001-004,010],other3."""
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts).split(",")[0]
 
 

@@ -120,7 +120,6 @@ class Schedule:
 
     @property
     def microbatches_of_chain(self) -> int:
-        """Number of microbatches per chain."""
         return self.microbatches // self.chains
 
     def __iter__(self) -> Iterator[Action]:
@@ -229,8 +228,7 @@ def _parse(text: str | Action, rank: int) -> Action:
     match = _ACTION.fullmatch(text) if isinstance(text, str) else None
     if not match:
         raise ScheduleError(
-            f"rank {rank} has {text!r}, which is no action: write stage, kind and microbatch as in 2F0, the kind "
-            "one of F (forward), B (backward), I (input gradient), W (weight gradient), and an overlapped pair as "
-            "(0F3;3B1)"
+            f"rank {rank} has {text!r}, which is not an action: write stage, kind and microbatch, as 2F0, or an "
+            "overlapped pair, as (0F3;3B1). Kinds: F (forward), B (backward), I (input gradient), W (weight gradient)"
         )
     return Action(match[2], int(match[1]), int(match[3]))

@@ -2,7 +2,7 @@
 
 The backward of a microbatch must use the weights of its forward. A stage therefore keeps the versions that microbatches
 in flight have used (weight stashing). The schedule contains the version that each action reads, and the backwards that
-are followed by an update. The order of actions is that of 1F1B. Warm-up and drain happen once, at the ends of the
+are followed by an update. The order of actions is as in 1F1B. Warm-up and drain happen once, at the ends of the
 stream.
 """
 
@@ -67,10 +67,10 @@ def two_bw(stages: int, microbatches: int, batch: int | None = None) -> Schedule
     """
     ranks_of("2bw", stages, microbatches)
     size = stages if batch is None else batch
-    rule = "batches of at least as many microbatches as stages"
+    rule = "at least one microbatch per stage in a batch"
     require("2bw", rule, "batch", size, lambda number: number >= stages, f"stages={stages}")
-    whole = "whole batches of microbatches"
-    require("2bw", whole, "microbatches", microbatches, lambda number: number % size == 0, f"batch={size}")
+    full = "full batches of microbatches"
+    require("2bw", full, "microbatches", microbatches, lambda number: number % size == 0, f"batch={size}")
     pairs = [(s, m) for s in range(stages) for m in range(microbatches)]
     reads = {Action(kind, s, m): max(0, m // size - 1) for kind in "FB" for s, m in pairs}
     writes = {Action("B", s, m): (m + 1) // size for s, m in pairs if (m + 1) % size == 0}

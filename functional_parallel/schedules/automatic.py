@@ -30,8 +30,8 @@ def zb_auto(stages: int, microbatches: int, limit: int | None = None, costs: Cos
     5 27.0 2.0 5.0
     7 27.0 0.0 7.0
 
-    Source: the objective is that of Qi et al. 2024, Zero bubble pipeline parallelism, section 3. The search algorithm
-    is a different one.
+    Source: the objective is from Qi et al. 2024, Zero bubble pipeline parallelism, section 3. The search algorithm is
+    different.
 
     Args:
         stages: number of stages, one per rank.
@@ -110,7 +110,6 @@ class _Rank:
         self.free = 0.0
 
     def arrives(self, kind: str) -> float:
-        """Return the earliest start of the next action of a kind. It is infinite if an input has not been computed."""
         return self.arrivals[kind][self.done[kind]] if self.done[kind] < len(self.arrivals[kind]) else float("inf")
 
     def allowed(self, kind: str) -> bool:

@@ -101,13 +101,13 @@ def _check_sizes(schedule: Schedule) -> None:
     for number in ("microbatches", "chains"):
         value = getattr(schedule, number)
         if not isinstance(value, int) or (number == "chains" and value < 1):
-            raise ScheduleError(f"{name}: {number}={value!r}; it is a whole number of at least 1")
+            raise ScheduleError(f"{name}: {number}={value!r}; it must be an integer of at least 1")
     if not schedule.stages or schedule.stages % schedule.chains:
         raise ScheduleError(f"{name}: {count(schedule.stages, 'stage')} cannot form {schedule.chains} equal chains")
     if schedule.microbatches < 1 or schedule.microbatches % schedule.chains:
         raise ScheduleError(
-            f"{name}: {count(schedule.microbatches, 'microbatch', 'es')} cannot be dealt out to "
-            f"{count(schedule.chains, 'chain')} in equal parts of at least 1"
+            f"{name}: {count(schedule.microbatches, 'microbatch', 'es')} cannot be divided equally among "
+            f"{count(schedule.chains, 'chain')}"
         )
     for stage, rank in enumerate(schedule.rank_of_stage):
         if not 0 <= rank < schedule.ranks:
@@ -128,7 +128,7 @@ def _check_actions(schedule: Schedule) -> None:
 
 def _fault(schedule: Schedule, rank: int, action: Action) -> str | None:
     if action.kind not in ACTION_KINDS:
-        return f"but {action.kind!r} is no kind of action: there are {', '.join(ACTION_KINDS)}"
+        return f"but {action.kind!r} is not a kind of action: the kinds are {', '.join(ACTION_KINDS)}"
     if not 0 <= action.stage < schedule.stages:
         return f"but the stages are 0 to {schedule.stages - 1}"
     if schedule.rank_of_stage[action.stage] != rank:

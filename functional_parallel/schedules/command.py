@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="the same as the name")
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--stages", type=int, help="stages of the model")
-    size.add_argument("--ranks", type=int, help="ranks, each with as many stages as the schedule gives it")
+    size.add_argument("--ranks", type=int, help="number of ranks; the schedule determines the stages per rank")
     parser.add_argument("--microbatches", type=int, required=True, help="microbatches of a step")
     parser.add_argument("--chunks", type=int, default=2, help="stages per rank, for interleaved and looped-bfs")
     parser.add_argument(
@@ -40,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> str:
-    """Write the requested files and return the text to print."""
     costs = Costs(chosen.forward, chosen.input_grad, chosen.weight_grad, chosen.latency)
     schedule = check(_schedule(chosen, costs))
     timeline = simulate(schedule, costs)
@@ -56,7 +55,6 @@ def run(chosen: argparse.Namespace) -> str:
 
 
 def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file. Raise `ScheduleError` for a missing folder, an unknown image format or a missing matplotlib."""
     try:
         write(path)
     except (OSError, ValueError, ImportError) as error:
@@ -73,9 +71,7 @@ def _schedule(chosen: argparse.Namespace, costs: Costs) -> Schedule:
     if family(name).schedule is zb_auto:
         options = {"limit": chosen.limit, "costs": costs}
     elif chosen.limit is not None:
-        raise ScheduleError(
-            f"--limit is what zb-auto is searched within; {name} holds what its rule says: leave it out"
-        )
+        raise ScheduleError(f"--limit applies to zb-auto only; the live microbatches of {name} are fixed: leave it out")
     if chosen.stages is None:
         return for_ranks(name, chosen.ranks, chosen.microbatches, chosen.chunks, **options)
     if family(name).chunks is None:

@@ -9,7 +9,7 @@ from .actions import Action, Schedule
 
 
 def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: Action) -> list[Action]:
-    """Return what `action` depends on, first the action of the adjacent stage. `kinds`: see `gradients_of_input`."""
+    """Return the dependencies of `action`, first in the adjacent stage. `kinds`: see `gradients_of_input`."""
     kind, stage, microbatch = action
     if kind == "F":
         before = schedule.before(stage)
@@ -41,7 +41,7 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 def replay_groups(
     schedule: Schedule, pairs: Collection[Action]
 ) -> Iterator[tuple[int, tuple[Action, ...], list[Action]]]:
-    """Like `replay`, but an action in `pairs` runs together with the next one. Also yield what the group waits for."""
+    """Like `replay`, but an action in `pairs` runs with its successor. Also yield the dependencies of each group."""
     kinds = gradients_of_input(schedule)
     done: set[Action] = set()
     waiting = [deque(_groups(row, pairs)) for row in schedule.actions]

@@ -51,7 +51,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     dualpipe-v: 2 stages on 1 rank, 2 microbatches
     rank 0  0F0        1F0        0F1        1B0        (1F1;0B0)  1B1        0I1        0W1
 
-    Source: DeepSeek-AI 2025, DualPipe, the published code; the fold is that of Qi et al. 2024.
+    Source: DeepSeek-AI 2025, DualPipe, the published code; the fold is from Qi et al. 2024.
 
     Args:
         stages: number of stages, two per rank.
@@ -61,7 +61,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
         The schedule.
     """
     ranks = ranks_of("dualpipe-v", stages, microbatches, 2)
-    rule = "at least as many microbatches as stages"
+    rule = "at least one microbatch per stage"
     require("dualpipe-v", rule, "microbatches", microbatches, lambda number: number >= stages, f"stages={stages}")
     rows = [TwoStages(r, 2 * ranks - 1 - r) for r in range(ranks)]
     for r, row in enumerate(rows):

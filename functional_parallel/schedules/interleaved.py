@@ -28,7 +28,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
         The schedule.
     """
     ranks = ranks_of("interleaved", stages, microbatches, chunks)
-    rule = "microbatches that split evenly into as many groups as the ranks go into them"
+    rule = "microbatches that divide evenly into microbatches // ranks groups"
     others = f"{ranks} ranks"
     require("interleaved", rule, "microbatches", microbatches, lambda m: m % max(1, m // ranks) == 0, others)
     group = microbatches // max(1, microbatches // ranks)

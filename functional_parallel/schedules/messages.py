@@ -99,7 +99,7 @@ def _check_same_order(schedule: Schedule, steps: Sequence[Sequence[Instruction]]
             got = [step.action for step in steps[receiver] if isinstance(step, Receive) and step.rank == sender]
             if sorted(sent) != sorted(got):
                 odd = sorted(set(sent) ^ set(got))
-                detail = f"of which {odd[0]} is on one side only" if odd else "some of them twice"
+                detail = f"and {odd[0]} is on one side only" if odd else "some of them twice"
                 raise ScheduleError(
                     f"{schedule.name}: rank {sender} sends {len(sent)} messages to rank {receiver}, which receives "
                     f"{len(got)}, {detail}"
@@ -108,7 +108,7 @@ def _check_same_order(schedule: Schedule, steps: Sequence[Sequence[Instruction]]
                 first = next(number for number, pair in enumerate(zip(sent, got, strict=True)) if pair[0] != pair[1])
                 raise ScheduleError(
                     f"{schedule.name}: message {first} from rank {sender} to rank {receiver} is {sent[first]}, but the "
-                    f"receiver takes it for {got[first]}: tag the messages, or receive in the order of `messages`"
+                    f"receiver expects {got[first]}: tag the messages, or receive in the order of `messages`"
                 )
 
 
@@ -143,4 +143,4 @@ def _run(
                     positions[step.rank] += 1
     stuck = [f"rank {rank} at {step}" for rank in range(len(steps)) if (step := head(rank)) is not None]
     if stuck:
-        raise ScheduleError(f"{schedule.name}: nothing can go on: {'; '.join(stuck)}")
+        raise ScheduleError(f"{schedule.name}: no rank can continue: {'; '.join(stuck)}")

@@ -1,4 +1,4 @@
-"""Schedules with one stage per rank and whole backwards: sequential, GPipe and 1F1B.
+"""Schedules with one stage per rank and unsplit backwards: sequential, GPipe and 1F1B.
 
 After a warm-up of forwards, a rank of 1F1B alternates one forward and one backward.
 """
@@ -17,7 +17,7 @@ def one_stage_per_rank(name: str, rows: Iterable[Iterable[Action]], microbatches
 
 
 def naive(stages: int, microbatches: int) -> Schedule:
-    """Build a sequential schedule: each microbatch runs forward and backward before the next one starts.
+    """Build a sequential schedule: each microbatch runs forward and backward before the next starts.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.naive(2, 2))

@@ -88,7 +88,7 @@ FAMILIES = {
     "dualpipe": Family(dualpipe, "P even; M even, M ≥ 2P", "(P/2 − 1)(F&B + F − 2W) if F ≥ I ≥ W", "P + 1", _DUAL),
     "dualpipe-v": Family(dualpipe_v, "2P stages; M ≥ 2P", "(P − 1)(F&B + F − 2W) if F ≥ I ≥ W", "2P + 1", _DUAL_V, 2),
     "pipedream": Family(pipedream, "any", "0 while it streams", "min(P − r, M)", _PIPEDREAM),
-    "2bw": Family(two_bw, "batches of at least P; M whole batches", "0 while it streams", "min(P − r, M)", _FLUSH),
+    "2bw": Family(two_bw, "batches of at least P; M full batches", "0 while it streams", "min(P − r, M)", _FLUSH),
 }
 _ALIASES = {"bfs": "looped-bfs", "dualpipev": "dualpipe-v", "pipedream-2bw": "2bw", "pipedream-flush": "1f1b"}
 
@@ -134,7 +134,7 @@ def stages_for(name: str, ranks: int, chunks: int = 2) -> int:
         chunks: number of stages per rank, for schedules that do not fix it.
 
     Returns:
-        The number of stages into which the model must be cut.
+        The number of stages of the model.
     """
     own = family(name).chunks
     return ranks * (chunks if own is None else own)

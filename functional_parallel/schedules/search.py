@@ -172,7 +172,7 @@ def search(
     if not plans:
         raise ScheduleError(
             f"none of {', '.join(names)} can run {len(layers)} layers on {machine.ranks} ranks with a batch of "
-            f"{batch}: a pipeline's depth must divide the ranks, its replicas the batch, and each stage needs a layer"
+            f"{batch}. A pipeline's depth must divide the ranks, its replicas the batch, and each stage needs a layer"
         )
     least = min(plans, key=lambda plan: plan.memory)
     raise ScheduleError(
@@ -275,7 +275,7 @@ def balanced_cut(times: Sequence[float], parts: int) -> tuple[tuple[int, int], .
 
     Args:
         times: cost of each element.
-        parts: number of slices, at most the number of elements.
+        parts: number of slices, not larger than the number of elements.
 
     Returns:
         For each slice, its first element and one past the last.
@@ -290,7 +290,6 @@ def balanced_cut(times: Sequence[float], parts: int) -> tuple[tuple[int, int], .
 
 @functools.lru_cache(maxsize=64)
 def _balanced_cut(times: tuple[float, ...], parts: int) -> tuple[tuple[int, int], ...]:
-    """Compute `balanced_cut`. All schedules and microbatches of one depth share the cached result."""
     sums = [0.0]
     for time in times:
         sums.append(sums[-1] + time)

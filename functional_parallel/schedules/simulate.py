@@ -180,8 +180,8 @@ def _check_costs(schedule: Schedule, costs: Costs) -> None:
         values = getattr(costs, name)
         if not isinstance(values, (int, float)) and len(values) != schedule.stages:
             raise ScheduleError(
-                f"`{name}` gives {len(values)} stages a cost, but {schedule.name} has {schedule.stages} stages; give "
-                "as many, or one number for all"
+                f"`{name}` has {len(values)} values, but {schedule.name} has {schedule.stages} stages; give one value "
+                "per stage, or one number for all"
             )
 
 
@@ -191,7 +191,7 @@ def _duration(times: Sequence[float], costs: Costs) -> float:
 
 
 class _Arrivals:
-    """Times at which the result of each action is on a rank: the one that runs it, and the one that receives it."""
+    """Times at which the result of each action is on the rank that runs it, and on the rank that receives it."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs

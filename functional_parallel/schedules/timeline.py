@@ -22,7 +22,7 @@ _LETTERS = 130  # that fit into the width of an image
 _WIDTH = 900.0  # of the widest axes, in points
 _EDGE = 0.1  # maximum width of the white edge, relative to the width of the bar
 _COLORS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
-_DARK = "FB"  # kinds with colors on which black text is not legible
+_DARK = "FB"  # kinds with dark colors: their text is white
 
 
 def timeline_text(timeline: Timeline, unit: float | None = None) -> str:
@@ -84,7 +84,7 @@ def summary(timeline: Timeline) -> str:
         timeline: a timeline, as returned by `simulate`.
 
     Returns:
-        The text. The unit of the peaks is that of `Costs.activation`: by default, the activations of one microbatch and
+        The text. Peaks have the unit of `Costs.activation`: by default, the activations of one microbatch and
         stage.
     """
     return "\n".join(

@@ -116,7 +116,6 @@ def _items(plans: list[_Plan]) -> list[tuple[int, int, int, int]]:
 
 
 def _needs(r: int, kind: str, m: int, ranks: int) -> Iterator[tuple[int, str, int]]:
-    """Yield rank, kind and microbatch of the visits that must precede a visit."""
     before = r - 1 if kind in ("F0", "I1") else r + 1
     if 0 <= before < ranks:
         yield before, kind, m

@@ -65,7 +65,6 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _delayed(r: int, microbatches: int, ahead: int, behind: int, forward_first: bool) -> Iterator[Action]:
-    """Yield `ahead` forwards, then alternate forwards and input gradients. W lags I by `behind` microbatches."""
     forwards, inputs, weights = ([Action(kind, r, m) for m in range(microbatches)] for kind in "FIW")
     yield from forwards[:ahead]
     for i in range(microbatches):

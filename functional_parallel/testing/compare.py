@@ -83,5 +83,4 @@ def _of_elements(got: torch.Tensor, want: torch.Tensor, rtol: float | None, roun
 
 
 def _place(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the index of the largest element."""
     return tuple(int(i) for i in torch.unravel_index(x.double().argmax(), x.shape))

@@ -31,7 +31,7 @@ _ANY = {aten.eq.Scalar, aten.ne.Scalar, aten.eq.Tensor, aten.ne.Tensor}  # their
 def drawn_arguments(
     loss: Callable[..., PyTree], args: tuple[PyTree, ...], *, exact: bool
 ) -> Iterator[tuple[PyTree, ...]]:
-    """Draw arguments of a function, equal in every process; the most thorough draw comes first.
+    """Draw arguments of a function, equal in every process; the most thorough draw is first.
 
     Floating leaves become float64 and keep their signs. If they are in the interval [0, 1], they stay there. With
     `exact` (sums have to stay exact) they keep their elements, in another order. Integers of the batch are drawn from
@@ -136,7 +136,6 @@ class _Range:
 
 
 def _common(ranges: Iterable[_Range | None]) -> _Range | None:
-    """Return the values in all ranges; None if one of them is unknown, or there are none."""
     found = list(ranges)
     known = [each for each in found if each is not None]
     if not known or len(known) < len(found):

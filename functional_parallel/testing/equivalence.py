@@ -35,7 +35,7 @@ def assert_equivalent(
     rtol: float | None = None,
     draw: bool = True,
 ) -> Compiled:
-    """Check that values and gradients under a plan equal those of the plain function.
+    """Check that a function has the same values and gradients under a plan as without it.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh, tree_paths
@@ -70,7 +70,7 @@ def assert_equivalent(
 
     Raises:
         NotEquivalentError: for a difference. It names the first leaf that differs, and the first op with another value
-            and its source line. Or it reports that `loss` returns other values when it is called again.
+            and its source line. Or it reports that two calls of `loss` return different values.
     """
     args = (params, *batch)
     check = _Check(loss, plan, mesh, args, exact, rtol)
@@ -93,8 +93,8 @@ def _check_drawn(check: _Check, args: tuple[PyTree, ...]) -> None:
             check.compare_with(wanted, drawn, is_drawn=True)
             return
     warnings.warn(
-        f"assert_equivalent checked the given arguments alone, no drawn ones: {failed}. Say draw=False if only the "
-        "given ones are legal",
+        f"assert_equivalent checked the given arguments alone, no drawn arguments: {failed}. Write draw=False if only "
+        "the given arguments are legal",
         stacklevel=3,
     )
 
@@ -135,7 +135,6 @@ class _Check:
     # --- the kind of function ---
 
     def _compiled(self, args: tuple[PyTree, ...]) -> Compiled:
-        """Compile the gradient of the result, or of a weighted sum of several; the function if it has no gradient."""
         with _without_checkpoints():
             results = self.loss(*args)
         has_gradient = _has_inexact(results) and _has_inexact(args[0])
@@ -153,7 +152,7 @@ class _Check:
         return compile(planned, self.mesh)
 
     def _unlike_before(self, first: PyTree, args: tuple[PyTree, ...]) -> str:
-        """Describe a function that returns other values when it is called again; empty if it does not."""
+        """Describe a function that returns other values in a second call; empty if it does not."""
         paths = tree_paths(first)
         with _without_checkpoints():
             again = self.loss(*args)
@@ -161,9 +160,9 @@ class _Check:
             if isinstance(a, torch.Tensor) and not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
                 at = tuple(int(i) for i in (a != b).nonzero()[0])
                 return (
-                    f"\nWithout a plan it returned {a[at].item()!r} first and {b[at].item()!r} when called again with "
+                    f"\nWithout a plan it returned {a[at].item()!r} first and {b[at].item()!r} in a second call with "
                     f"the same arguments{f', at {at} of leaf {path!r}' if at else ''}: it draws numbers, counts its "
-                    "calls or writes into a tensor, and a plan is of what does not"
+                    "calls or writes into a tensor. A plan needs a pure function"
                 )
         return ""
 
@@ -179,7 +178,7 @@ class _Check:
             compare(found, wanted, what, rtol=self._tolerances(name, wanted, args, is_drawn))
 
     def _tolerances(self, name: str, wanted: PyTree, args: tuple[PyTree, ...], is_drawn: bool) -> list[float]:
-        """Return the tolerance of each leaf, by the least precise dtype on the way to it."""
+        """Return the tolerance of each leaf, by the least precise dtype in its computation."""
         traced, leaves = traced_leaves(self.loss, args), optree.tree_leaves(wanted)
         program = self.step.program if is_drawn else None  # drawn arguments are more precise than a plan may want
         planned = program.traced.nodes if isinstance(program, Program) else []
@@ -191,7 +190,6 @@ class _Check:
 
 
 def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyTree]:
-    """Return a function that computes a sum of the inexact results with drawn integer weights, and the results."""
     draw = partial(torch.randint, -4, 5, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     weights = [
         draw(as_real(leaf).shape).to(as_real(leaf)) if is_trained(leaf) else None
@@ -225,7 +223,6 @@ def _dense(leaf: PyTree) -> PyTree:
 
 
 def _without_checkpoints() -> AbstractContextManager[None]:
-    """Context in which checkpointed functions are called directly, as in a trace."""
     return _torch.checkpointing(lambda name: nullcontext())
 
 

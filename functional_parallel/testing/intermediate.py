@@ -48,26 +48,24 @@ def first_differing_op(
     try:
         found = compile(plan(values), mesh)(*args)
     except (ValueError, TypeError, RuntimeError) as error:
-        return f"\nWhich op it begins with cannot be told, for the plan refuses to return what they give: {error}"
+        return f"\nThe first op that differs is unknown, because the plan refuses to return values of ops: {error}"
     for node, mine, right in zip(ops, found, wanted, strict=True):
         try:
             compare(mine, right.to(mine.dtype), "", exact=exact, rtol=rtol)  # a plan may use another dtype on purpose
         except NotEquivalentError as error:
             source = source_of(node)
             line = "" if source is None else f" ({source.text})"
-            advice = "All before it is right, so look at this op's rule, or at the type that the plan computes it in"
+            advice = "All earlier values are right: check this op's rule, or the dtype that the plan computes it in"
             return f"\nIt begins with {where(node)}{line}{error}. {advice}"
-    advice = "so it is a derivative that is not: look at rules with a `local`"
-    return f"\nThe {len(ops)} values on the way to the loss are right, {advice}" if what == "gradient" else ""
+    advice = "so a derivative is wrong: check rules with a `local`"
+    return f"\nThe {len(ops)} values before the loss are right, {advice}" if what == "gradient" else ""
 
 
 def _is_uninitialised(node: fx.Node) -> bool:
-    """Whether an op returns uninitialized memory, as `empty_like` does."""
     return "empty" in getattr(node.target, "__name__", "")
 
 
 def traced_leaves(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Traced:
-    """Trace a function of the tensors among the leaves of its arguments."""
     leaves, tree = optree.tree_flatten(args)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 

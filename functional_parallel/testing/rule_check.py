@@ -117,8 +117,6 @@ class _Coverage:
 
 
 class _Check:
-    """Check of one sample on all its layouts."""
-
     def __init__(self, sample: Sample, coverage: _Coverage, exact: bool, rtol: float | None) -> None:
         self.sample, self.coverage, self.exact, self.rtol = sample, coverage, exact, rtol
         self.generator = torch.Generator().manual_seed(sample.number)
@@ -132,7 +130,7 @@ class _Check:
             cases = cases_of(self.sample.rule, self.sample.avals, DimSplit.of(count))
             self._compare(cases, count, f"over {count} ranks")
         for case, count in self._unequal():
-            self._compare([case], count, f"in {count} unequal parts", unequal=True)
+            self._compare([case], count, f"in {count} unequal slices", unequal=True)
 
     def _unequal(self) -> Iterator[tuple[Case, int]]:
         """Yield cases that split a factor into slices that differ by one sample, as microbatches may."""
@@ -193,7 +191,6 @@ class _Check:
     # --- arguments ---
 
     def _arguments(self, case: Case, count: int) -> list[torch.Tensor]:
-        """Return one tensor per operand; partial sums are stacked along a new dim 0."""
         values = zip(self.sample.values, case.layouts, strict=True)
         return [self._summands(x, count) if layout == SUMS else x.detach().clone() for x, layout in values]
 
@@ -241,7 +238,6 @@ class _Check:
         return _run(self._gradient(local), Mesh({axis: count}), (arguments,), like)
 
     def _outcomes(self, returned: PyTree) -> list[_Named]:
-        """Return the results and gradients for each case, by their names in messages."""
         gradients, (_, results) = returned if self.has_gradient else ([()] * len(returned[1]), returned)
         return [
             {f"result {i}": x for i, x in enumerate(found)}
@@ -269,7 +265,6 @@ def _weighted(found: list[list[torch.Tensor]], weights: list[torch.Tensor]) -> t
 
 
 def _run(local: Callable[..., PyTree], mesh: Mesh, args: tuple[PyTree, ...], like: PyTree) -> PyTree:
-    """Run a local function on simulated ranks, under a launcher too; `like` has the structure of its results."""
     program = compile(local, mesh).lower(*args)
     assert isinstance(program, Program)
     tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]

@@ -44,7 +44,6 @@ class Case:
     is_mark: bool = False  # whether it tests a mark of linear operands
 
     def __str__(self) -> str:
-        """Describe the layouts of the operands that are not replicated."""
         laid_out = [(index, layout) for index, layout in enumerate(self.layouts) if layout is not None]
         sums = [index for index, layout in laid_out if layout == SUMS]
         shards = [f"operand {index} {layout}" for index, layout in laid_out if isinstance(layout, Shard)]
@@ -74,7 +73,6 @@ def factors_of(rule: RuleText, avals: Sequence[Aval]) -> dict[str, int]:
 
 
 def name_of(rule: RuleText, factor: str) -> str:
-    """Return a factor's name in messages: with its mark, or by its position under an ellipsis."""
     if factor.startswith("."):
         return f"factor ... (its dim {-1 - int(factor[1:])})"
     return f"factor {factor}{rule.marks.get(factor, '')}"

@@ -80,8 +80,6 @@ def _is_floating(tree: PyTree) -> bool:
 
 
 def _gradient(f: Callable[..., PyTree], count: int) -> Callable[..., PyTree]:
-    """Return the gradients of a weighted sum of the results; small integer weights distinguish results and elements."""
-
     def weighted(*args: PyTree) -> torch.Tensor:
         leaves = [leaf for leaf in optree.tree_leaves(f(*args)) if isinstance(leaf, torch.Tensor)]
         total = None

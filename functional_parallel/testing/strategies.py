@@ -79,7 +79,7 @@ def fitting_shapes(draw: st.DrawFn, spec: P, mesh: Mesh, ndim: int, least: int =
 
     Args:
         spec, mesh: the spec and its mesh.
-        ndim: the number of dims, at least those of the spec.
+        ndim: the number of dims, at least as in the spec.
         least: minimum number of blocks of a dim; 0 allows empty dims.
     """
     unit = [1] * ndim

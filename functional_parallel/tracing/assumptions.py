@@ -25,7 +25,7 @@ class Assumption:
 
     read: Callable[[], Hashable]
     found: Hashable
-    describe: Callable[[], str] | None = None  # how what is read differs now
+    describe: Callable[[], str] | None = None  # difference between the value now and `found`
 
     def holds(self) -> bool:
         return self.read() == self.found
@@ -41,14 +41,12 @@ def assume(read: Callable[[], Hashable], describe: Callable[[], str] | None = No
 
 @contextmanager
 def collect_assumptions() -> Iterator[list[Assumption]]:
-    """Collect the assumptions that are recorded inside."""
     found: list[Assumption] = []
     with _torch.pushed(_open(), found):
         yield found
 
 
 def is_kept() -> bool:
-    """Whether what is traced now is kept for later calls."""
     return bool(_open())
 
 
@@ -77,7 +75,6 @@ class ProgramCache(Generic[T]):
         self._warn_at = _MANY
 
     def get(self, key: Key, make: Callable[[], T]) -> T:
-        """Return a cached program for `key` with valid assumptions, or trace one now with `make`."""
         if key not in self._found and len(self._found) >= self._warn_at:
             self._warn(key)
         found = self._found.setdefault(key, [])
@@ -94,9 +91,9 @@ class ProgramCache(Generic[T]):
         changes = ", ".join(each.describe() for each in failed if each.describe is not None)
         warn_at(
             current_source(),
-            f"{self._name} is traced again for the same arguments, because what it depends on besides them changes "
-            f"between calls: {changes or 'a mode, or a constant'}. Each trace takes as long as the first one and is "
-            "kept: pass what changes as an argument",
+            f"{self._name} is retraced for the same arguments, because other values that it depends on change between "
+            f"calls: {changes or 'a mode, or a constant'}. Each trace takes as long as the first trace and is kept: "
+            "pass these values as arguments",
             RuntimeWarning,
         )
 
@@ -104,9 +101,9 @@ class ProgramCache(Generic[T]):
         last = next(reversed(self._found))
         warn_at(
             current_source(),
-            f"{self._name} has traced {len(self._found)} programs, and traces another: {_difference(key, last)}. Every "
-            "shape, and every value of what is no tensor, makes a program of its own, which takes as long as the first "
-            "one did and is kept: give numbers as tensors, and fill batches up to few shapes (fp.pad_batch)",
+            f"{self._name} has traced {len(self._found)} programs, and traces another: {_difference(key, last)}. Each "
+            "shape, and each value that is not a tensor, needs a separate program. Tracing takes as long as the first "
+            "time, and all programs are kept. Pass numbers as tensors, and pad batches to few shapes (fp.pad_batch)",
             RuntimeWarning,
         )
         self._warn_at *= 2
@@ -115,7 +112,7 @@ class ProgramCache(Generic[T]):
 def _difference(key: Key, last: Key) -> str:
     (tree, looks), (last_tree, last_looks) = key, last
     if tree != last_tree:
-        return "its arguments have another structure than those before"
+        return "its arguments have another structure than before"
     paths = tree_paths(tree.unflatten(range(len(looks))))
     changes = [
         f"{path or 'the argument'} is {_text(look)} after {_text(before)}"

@@ -16,7 +16,7 @@ from .interception import intercept
 
 _Tensor: Any = torch.Tensor
 _HOOK = "write its effect as a function of values, for a factor k of the gradient as k * x + ((1 - k) * x).detach()"
-_LOST: dict[Callable[..., Any], tuple[str, str]] = {  # function → name, and what to write
+_LOST: dict[Callable[..., Any], tuple[str, str]] = {  # function → name, and its replacement
     _Tensor.register_hook: ("register_hook", _HOOK),
     _Tensor.register_post_accumulate_grad_hook: ("register_post_accumulate_grad_hook", _HOOK),
     _Tensor.retain_grad: ("retain_grad", "compute the gradient of a value by fp.grad, with the value as an argument"),
@@ -36,8 +36,8 @@ def _refusal(function: Callable[..., Any]) -> Callable[..., Any]:
         is_on = function in _FLAGS and all((*args, *kwargs.values()))
         if not x.requires_grad and not is_on:
             raise SideEffectError(
-                f"{current_source()}: {name} of a tensor of shape {tuple(x.shape)} changes what torch's autograd does, "
-                f"and a program has its own backward: {instead}"
+                f"{current_source()}: {name} of a tensor of shape {tuple(x.shape)} changes the state of torch's "
+                f"autograd, but a program has a separate backward: {instead}"
             )
         return NotImplemented
 

@@ -59,7 +59,6 @@ def asks_for_values(func: _torch.Op) -> bool:
 
 @contextmanager
 def outside_trace() -> Iterator[None]:
-    """Compute on values, outside of all active traces and transforms."""
     with _torch.disable_functorch(), _torch.disable_torch_function(), torch.no_grad():
         yield
 
@@ -93,7 +92,7 @@ def constant_in(traced: Traced, wanted: fx.Node, known: dict[fx.Node, Any]) -> t
 
 
 def assume_constants(traced: Traced, wanted: fx.Node) -> None:
-    """Allow the program to be used only while the constants from which a node is computed stay the same."""
+    """Allow the program to be used only while the constants that a node depends on stay the same."""
     seen: dict[fx.Node, None] = {}
     for node in topological_order(wanted, _needed, seen):
         seen[node] = None
@@ -145,7 +144,6 @@ def _certain(node: fx.Node) -> bool | None:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
     return str(node.target) in ("fp.uniform.default", "fp.kept.default")
 
 

@@ -24,13 +24,12 @@ Operands = Sequence[Argument]
 
 
 def unrolled(recording: Writer, op: _torch.HigherOrderOp, args: Args, kwargs: Kwargs) -> Argument:
-    """Record the ops that a higher-order op runs."""
     rules: dict[str, Branch] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
     rule = rules.get(op.name())
     if rule is None:
         raise TracingError(
-            f"{current_source() or 'the function'}: torch's higher-order op {op.name()} is not traced; write what it "
-            "does with torch's own ops: Python's loops and branches are run by the trace"
+            f"{current_source() or 'the function'}: torch's higher-order op {op.name()} is not supported; write it "
+            "with other ops of torch: the trace runs Python's loops and branches"
         )
     with recording.unrolling():
         return rule(recording, *args, **kwargs)
@@ -49,7 +48,7 @@ def _while_loop(
     recording: Writer, cond_fn: Branch, body_fn: Branch, carried: Operands, additional: Operands = ()
 ) -> Args:
     values = tuple(carried)
-    advice = "run a fixed number of rounds, and keep what is done by torch.where(done, old, new)"
+    advice = "run a fixed number of rounds, and keep finished values by torch.where(done, old, new)"
     while _truth(recording, cond_fn(*values, *additional), "the end of torch's while_loop", advice):
         values = tuple(body_fn(*values, *additional))
     return values

@@ -131,7 +131,6 @@ def _corrcoef(input: Tensor) -> Replaced:
 
 
 def _centred(input: Tensor) -> Tensor:
-    """Return the input with one row per variable and the mean of each row subtracted."""
     rows = input if input.ndim == 2 else input.reshape(1, -1)
     return rows - rows.sum(1, keepdim=True) / rows.shape[1]
 

@@ -22,14 +22,16 @@ Device = torch.device | str | int
 
 
 def _missing(device: Device | None) -> torch.device | None:
-    """Return a device that this machine lacks, with an index, for which torch would ask the device. None for others."""
+    """Return a device that this machine lacks, with its index. None for a device that exists."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device) if device else None
     return None if found is None or not _torch.is_missing(found.type) else torch.device(found.type, found.index or 0)
 
 
 @intercept(torch.Tensor.device.__get__, always=True, same_strides=True)
 def _device(x: torch.Tensor) -> torch.device:
-    return _torch.wished_device(x.device)  # of a tensor that torch.func wraps, torch returns the stand-in
+    return _torch.wished_device(
+        x.device
+    )  # torch returns the stand-in's device for a tensor inside a torch.func wrapper
 
 
 @intercept(torch.Tensor.is_cuda.__get__, always=True, same_strides=True)  # type: ignore[attr-defined]
@@ -67,7 +69,7 @@ def _from_values(make: Callable[..., torch.Tensor]) -> None:
         found = _missing(device)
         if found is None:
             return NotImplemented
-        if args and isinstance(args[0], torch.Tensor):  # it may be there
+        if args and isinstance(args[0], torch.Tensor):  # it may be on the missing device
             return make(args[0].to(found), *args[1:], **kwargs)
         return make(*args, device="cpu", **kwargs).to(found)
 
@@ -96,8 +98,8 @@ def require_one_device(recording: Writer, func: _torch.Op, args: Args, kwargs: K
     (there, held), (here, strange) = found[:2]
     raise TracingError(
         f"{current_source() or 'the function'}: the operands of {func} are on two devices: "
-        f"{_named(recording, strange)} is on {here}, {_named(recording, held)} is on {there}. Move one in front of the "
-        "function, or inside it by `x.to(other.device)`; only numbers, 0-dim tensors on the CPU, go with every device"
+        f"{_named(recording, strange)} is on {here}, {_named(recording, held)} is on {there}. Move one before the "
+        "function, or inside it by `x.to(other.device)`. Only numbers, 0-dim tensors on the CPU, fit every device"
     )
 
 

@@ -32,7 +32,6 @@ class CapturedTensors:
         self.tensors = {id(tensor): tensor for tensor in found if _torch.is_functorch_wrapped(tensor)}
 
     def are_in(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether one of the tensors is an argument."""
         return bool(self.tensors) and any(id(leaf) in self.tensors for leaf in optree.tree_leaves((args, kwargs)))
 
     def refuse(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argument:

@@ -73,7 +73,7 @@ def replacement_of(op: _torch.Op) -> Callable[..., Any] | None:
 
 
 class Interception(TorchFunctionMode):
-    """Mode that calls the replacements during a trace. A trace of derivatives uses only those for all traces."""
+    """Mode that calls the replacements during a trace. A trace of derivatives uses only replacements for all traces."""
 
     def __init__(self, forward_only: bool, enclosed: CapturedTensors, layouts: Layouts) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Interception(TorchFunctionMode):
         if self.enclosed.are_in(args, kwargs):
             return self.enclosed.refuse(func, args, kwargs)
         if declares_writes(func) and _torch.has_functorch_level(optree.tree_leaves((args, kwargs))):
-            return write_by_copies(func, args, kwargs)  # torch would leave the derivative of what is written as it is
+            return write_by_copies(func, args, kwargs)  # torch would not change the derivative of the written tensor
         if func in _always:
             result = self._replaced(_always[func], func, args, kwargs)
             if result is not NotImplemented:
@@ -126,7 +126,6 @@ def _unasked(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 @intercept(torch.Tensor.data.__get__, always=True, same_strides=True)  # type: ignore[attr-defined]
 def _data(x: torch.Tensor) -> torch.Tensor:
-    """Return `x.detach()`, which the recording handles correctly."""
     return x.detach()
 
 

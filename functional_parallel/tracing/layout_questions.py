@@ -40,7 +40,6 @@ def depends_on_layouts(traced: Traced, arguments: Sequence[Tensor | None], paths
 
 
 def _recording_of(x: Argument) -> tuple[Recorder, Tensor] | None:
-    """Return the trace of a tensor, and the fake tensor inside its wrappers. None for a tensor with values."""
     active = recorder()
     plain = _torch.unwrap(x) if isinstance(x, Tensor) else None
     return (active, plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None

@@ -66,7 +66,7 @@ class _Pair:
 
 
 class Layouts:
-    """Storages of the tensors of a recording: the op that created each one, and whether its strides are known."""
+    """Storages of the tensors of a recording: the op that created each, and whether its strides are known."""
 
     def __init__(
         self,
@@ -106,7 +106,6 @@ class Layouts:
         self.require_read(tensor, LayoutRead(f"{current_source() or 'the function'}: {what}", offset))
 
     def require_read(self, tensor: torch.Tensor, read: LayoutRead) -> None:
-        """Record that a trace inside this one depends on the strides of a tensor."""
         self._node_of(tensor)
         self._require(_key(tensor), tuple(tensor.shape), read)
 
@@ -115,8 +114,8 @@ class Layouts:
         for key, node in self._sources(storage):
             if key in self._unknown:
                 raise MemoryLayoutError(
-                    f"{read.what} depends on the memory layout of a tensor of shape {shape}, which comes from "
-                    f"{self._unknown[key]}; its strides in a program are not those of eager torch; take "
+                    f"{read.what} depends on the memory layout of a tensor of shape {shape}, a result of "
+                    f"{self._unknown[key]}. Its strides in a program and in eager torch differ. Use "
                     ".clone(memory_format=torch.contiguous_format) before, or index it"
                 )
             if node in traced.inputs:
@@ -164,8 +163,8 @@ class Layouts:
             )
             if pair.surely:
                 raise MemoryLayoutError(
-                    f"{where} that shares its memory by {pair.what}, and the values of the other tensor are not known "
-                    "then; use the out-of-place op"
+                    f"{where} that shares its memory by {pair.what}. The new values of the other tensor are unknown; "
+                    "use the out-of-place op"
                 )
             self._require(pair.source, pair.shape, LayoutRead(f"{where}, shared by {pair.what} or not, which"))
 

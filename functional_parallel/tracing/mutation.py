@@ -1,6 +1,6 @@
 """In-place ops in a trace, which has only values. The functional variant is recorded, and the target gets its result.
 
-A custom op declares in its schema what it writes, as `Tensor(a!) x`. Its out-of-place form is made from that.
+The schema of a custom op declares the arguments that it writes, as `Tensor(a!) x`. It determines the out-of-place form.
 
 Tensors that share the memory of the target get their new contents too (see `view_chains`). With gradients off, torch
 changes values and keeps the history of each tensor. The new values therefore have the gradient of the old ones (see
@@ -31,7 +31,7 @@ _CHANGE_MEMORY = {aten.resize_, aten.resize_as_, aten.set_}
 
 
 def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
-    """Record an in-place op, and return its target: the first argument or `out`. A custom op returns what it makes."""
+    """Record an in-place op, and return its target: the first argument or `out`. Return the results of a custom op."""
     if func.overloadpacket in _CHANGE_MEMORY:
         raise MutationError(
             f"{current_source()}: {func} changes the memory of a tensor, which a program does not have; use the other "
@@ -45,8 +45,8 @@ def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Ar
     target = args[0] if args else None
     if twin is None or not isinstance(target, torch.Tensor):
         raise MutationError(
-            f"{current_source()}: {func} changes a tensor in place and has no functional twin; use what it returns, "
-            "without out= or the underscore"
+            f"{current_source()}: {func} changes a tensor in place and does not have an out-of-place variant; use its "
+            "result, without out= or the underscore"
         )
     old = _written_node(recording, func, target)
     if torch.Tag.inplace_view in func.tags:  # such as squeeze_: changes neither values nor other views
@@ -70,7 +70,7 @@ def _written_node(recording: Writer, func: _torch.Op, target: torch.Tensor) -> f
     if old is None or recording.aliases.chain(old)[0] in recording.closed_over:
         raise MutationError(
             f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} that the function "
-            "closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
+            "closes over. The change would be lost; pass it in and return it (for a module's buffers: "
             "fp.functional(module, buffers=True))"
         )
     recording.layouts.check_write(target, func)
@@ -78,7 +78,7 @@ def _written_node(recording: Writer, func: _torch.Op, target: torch.Tensor) -> f
 
 
 def _written_by_schema(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
-    """Record a custom op by its out-of-place form. Return what the op returns."""
+    """Record a custom op by its out-of-place form. Return the results of the op."""
     form, given = out_of_place(func), named_arguments(func, args, kwargs)
     targets = form.targets(given)
     for target in targets:
@@ -99,7 +99,6 @@ def _written_by_schema(recording: Writer, func: _torch.Op, args: Args, kwargs: K
 def _require_apart(
     recording: Writer, func: _torch.Op, targets: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse a call that is given memory that it writes more than once."""
     chains = [recording.aliases.chain(recording.node_of(x)) for x in operands]
     for (index, one), (number, other) in permutations(enumerate(operands), 2):
         if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not any(one is each for each in targets):
@@ -107,21 +106,19 @@ def _require_apart(
         (root, views), (other_root, other_views) = chains[index], chains[number]
         if root is not other_root or not are_apart(views, other_views):
             raise MutationError(
-                f"{current_source()}: {func} writes a tensor of shape {tuple(one.shape)} and is given its memory a "
-                f"second time, as a tensor of shape {tuple(other.shape)}; what the op makes of that is not known: "
-                "give it a clone"
+                f"{current_source()}: {func} writes a tensor of shape {tuple(one.shape)}, and another operand of shape "
+                f"{tuple(other.shape)} shares its memory. The result is not defined: pass a clone"
             )
 
 
 def _written_out(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
-    """Record an op with `out=` as the op without it, followed by a copy."""
     target = kwargs.pop("out")
     with recording:
         result = twin(*args, **kwargs)
     if result.shape != target.shape:
         raise MutationError(
-            f"{current_source()}: {func} would change the shape {tuple(target.shape)} of what is given as out= to "
-            f"{tuple(result.shape)}; use what the op returns, without out="
+            f"{current_source()}: {func} would change the shape {tuple(target.shape)} of the out= tensor to "
+            f"{tuple(result.shape)}; use the result of the op, without out="
         )
     mutate(recording, aten.copy_.default, (target, result), {})
     return target
@@ -182,8 +179,8 @@ def _others(
 
 def _unknown(func: _torch.Op, target: torch.Tensor, other: torch.Tensor) -> MutationError:
     return MutationError(
-        f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} of which another view of "
-        f"shape {tuple(other.shape)} is still alive, and what becomes of that is not known; use the out-of-place op"
+        f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)}. Another view of it, of "
+        f"shape {tuple(other.shape)}, is still alive, and its new values are unknown; use the out-of-place op"
     )
 
 

@@ -76,7 +76,7 @@ def trace(
         inputs: shape, dtype and device of each argument.
         types: type of each input, for an `on_node` that infers types.
         forward_only: whether the graph will be differentiated later. Code that would hide a derivative is refused.
-        on_node: called with every op node as soon as it is recorded.
+        on_node: called with every op node right after it is recorded.
         is_local_body: whether the function computes on shards and calls its collectives explicitly.
         paths: pytree path of each input, for messages.
     """
@@ -102,7 +102,6 @@ def trace(
 
 
 def needs_values(error: Exception) -> bool:
-    """Whether an error in a traced function means that the values of a tensor were needed."""
     if isinstance(error, TracingError):
         return True
     return isinstance(error, _torch.DATA_DEPENDENT_ERRORS) or _torch.reads_no_memory(error)
@@ -122,8 +121,8 @@ def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Se
 
 
 _ASKED_BY_TORCH = {  # library functions that read values where the user's line does not show it
-    "torch.nn.modules.transformer._detect_is_causal_mask": "torch looks whether the mask is causal, unless it is told: "
-    "is_causal=True or False for an nn.TransformerEncoder, tgt_is_causal= for a decoder",
+    "torch.nn.modules.transformer._detect_is_causal_mask": "torch reads the mask to detect a causal mask; "
+    "pass is_causal=True or False to an nn.TransformerEncoder, tgt_is_causal= to a decoder",
     "torch.distributions.distribution.__init__": "torch checks the distribution's parameters; give it "
     "validate_args=False",
     **dict.fromkeys(
@@ -138,7 +137,7 @@ def _way_out(error: Exception) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if any(map(_is_loop_over_experts, frames)):
         return (
-            "transformers' eager experts loop over those that some token has chosen; "
+            "transformers' eager experts loop over the experts that some token has chosen; "
             "model.set_experts_implementation('grouped_mm') computes them without a loop"
         )
     passed = (f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames)
@@ -153,8 +152,8 @@ def _is_loop_over_experts(frame: FrameType) -> bool:
 def recorder() -> Recorder | None:
     """Return the innermost recording that receives the ops of this thread, or None.
 
-    It is one of the dispatch modes. Autograd passes these to the threads in which it runs a backward, for example on
-    CUDA. A thread that the user starts has no dispatch modes, and can trace independently.
+    It is one of the dispatch modes. Autograd passes these to its threads, for example for a backward on CUDA. A thread
+    that the user starts has no dispatch modes, and can trace independently.
     """
     recordings = (mode for mode in reversed(_torch.dispatch_modes()) if isinstance(mode, Recorder))
     return next(recordings, None)
@@ -240,10 +239,9 @@ class Recorder(Writer):
         if self.forward_only and foreign and not _is_of_a_user(func):
             raise CustomFunctionError(
                 f"{current_source()}: the autograd.Function {foreign[0].__name__} would lose its backward here, "
-                "because derivatives are taken from the traced forward; write it with differentiable ops (a "
+                "because derivatives are taken from the traced forward. Write it with differentiable ops (a "
                 "straight-through f is x + (f(x) - x).detach(), a gradient times -k is (1 + k) * x.detach() - k * x), "
-                "or make what it does one library op with a rule: fp.register_rule(op, text, function=…), see "
-                "docs/rules.md"
+                "or as an op with a rule: fp.register_rule(op, text, function=…), see docs/rules.md"
             )
         return not functions or gradients_at_call() is False
 
@@ -255,7 +253,6 @@ def _has_tensor(result: Argument) -> bool:
 
 
 def _is_of_a_user(func: _torch.Op) -> bool:
-    """Whether an op has a user's rule with a differentiable function."""
     form = differentiable_form(func)
     return form is not None and func.namespace != "fp" and form.__module__.split(".")[0] != _PACKAGE
 
@@ -307,9 +304,9 @@ def _refuse_draws(func: _torch.Op, args: Args, kwargs: Kwargs) -> None:
         return
     by = " with a generator=" if given.get("generator") is not None else ""
     raise TracingError(
-        f"{current_source()}: {func}{by} draws from torch's own generator, of which every rank has another one; draw "
-        f"with what becomes a keyed draw ({_KEYED}), or with fp.random.uniform or fp.random.normal from "
-        "fp.random.next_key(), or pass the numbers in as an argument"
+        f"{current_source()}: {func}{by} draws from torch's generator, which differs between ranks. Use a draw that "
+        f"becomes a keyed draw ({_KEYED}), or use fp.random.uniform or fp.random.normal with "
+        "fp.random.next_key(), or pass the numbers as an argument"
     )
 
 
@@ -323,9 +320,9 @@ def _refuse_decisions(recording: Writer, func: _torch.Op, args: Args) -> None:
         seen[each] = None
     if any(map(draws, seen)) and not any(each.op == "placeholder" for each in seen):
         raise TracingError(
-            f"{current_source() or 'the function'}: Python decides by a drawn number, which every step draws anew, but "
-            "a program has one branch for all steps; choose by torch.where(torch.rand(()) < p, x, layer(x)). Switch a "
-            "model's layer drop off, in transformers by config.layerdrop = 0 (or encoder_layerdrop, decoder_layerdrop)"
+            f"{current_source() or 'the function'}: Python branches on a random number, but a program has one branch "
+            "for all steps; use torch.where(torch.rand(()) < p, x, layer(x)). Switch off a model's layer drop, in "
+            "transformers by config.layerdrop = 0 (or encoder_layerdrop, decoder_layerdrop)"
         )
 
 

@@ -55,7 +55,6 @@ def strided_elements(
 
 
 def _grid(size: Sequence[int], stride: Sequence[int], start: int, device: torch.device | str) -> torch.Tensor:
-    """Return the position in memory of each element of a strided view."""
     grid = torch.full((), start, dtype=torch.int64, device=device)
     for dim, (extent, step) in enumerate(zip(size, stride, strict=True)):
         ahead = torch.arange(extent, device=device) * step
@@ -97,7 +96,6 @@ class _Memory:
         )
 
     def check(self, size: Sequence[int], stride: Sequence[int]) -> None:
-        """Check that all positions are elements of the tensor."""
         last = self.start + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
         if 0 in size:
             return
@@ -123,7 +121,7 @@ class _Memory:
                     f"{self.strides} for shape {tuple(self.elements.shape)}; take it of the tensor that the memory "
                     "belongs to"
                 )
-            reach += step * (extent - 1)  # the elements of the inner dims lie below
+            reach += step * (extent - 1)  # the elements of the inner dims are below
 
     def _holds_all(self, size: Sequence[int], stride: Sequence[int]) -> bool:
         with _torch.disable_functorch(), _torch.disable_torch_function():
@@ -134,7 +132,7 @@ class _Memory:
             return inside and not bool(left.any())
 
     def view(self, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor | None:
-        """Return the view as slices of the dims in another order, through which writes work. None for other views."""
+        """Return the view as slices of the dims in another order, so that writes work. None for other views."""
         if not self.is_dense or 0 in size:
             return None
         x, left, dim_of = self.elements, self.start, dict[int, int]()

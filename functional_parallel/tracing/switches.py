@@ -26,7 +26,7 @@ def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 
 
 def disable_ambient_modes() -> AbstractContextManager[None]:
-    """Return a context in which inference mode and autocast are off, so that ops behave as recorded."""
+    """Return a context without inference mode and autocast, so that ops behave as recorded."""
     if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _DEVICES)):
         return _switched_off()
     return _NOTHING

@@ -54,6 +54,6 @@ def _refusal(constants: Iterable[torch.Tensor]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return (
         f"{', '.join(names[:_LISTED])}{more} (buffers, or parameters that are not trained) are on the meta device, and "
-        "have no values to compute with: make the module elsewhere, or these where they are used; or pass buffers in, "
-        "by fp.functional(module, buffers=True). Only lowering, as train.lower(params, batch), needs no values"
+        "have no values. Create the module on another device, create these where they are used, or pass buffers as "
+        "arguments: fp.functional(module, buffers=True). Only lowering, as train.lower(params, batch), needs no values"
     )

@@ -47,7 +47,7 @@ class View:
 
 
 class ViewChains:
-    """Chains of views of a recording, whose nodes `create(op, args, kwargs, info)` writes."""
+    """Chains of views of a recording. `create(op, args, kwargs, info)` writes their nodes."""
 
     def __init__(self, create: Create) -> None:
         self._create = create
@@ -70,7 +70,6 @@ class ViewChains:
         self._roots.add(node)
 
     def taken(self, root: fx.Node, views: Sequence[View]) -> fx.Node:
-        """Apply a chain of views to another value."""
         for view in views:
             root = self._create(view.op, (root, *view.args), view.kwargs, view.info)
         return root
@@ -113,7 +112,6 @@ _SHARE_UNDECLARED = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.u
 
 
 def _view(node: fx.Node) -> tuple[fx.Node, View] | None:
-    """Return the value that a node is a view of, and the view. None if it is not a view."""
     if node.op != "call_function":
         return None
     if node.target is getitem:

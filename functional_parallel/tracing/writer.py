@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 class Writer(_torch.TorchDispatchMode):
-    """Write nodes, and find the node of a tensor. The arguments are those of `trace`; `outer` is the trace around."""
+    """Write nodes, and find the node of a tensor. The arguments are as for `trace`; `outer` is the trace around."""
 
     def __init__(
         self,
@@ -93,11 +93,9 @@ class Writer(_torch.TorchDispatchMode):
         return node
 
     def value(self, tensor: torch.Tensor) -> fx.Node | None:
-        """Return the node of a tensor, or None if this trace does not have one."""
         return self._nodes.get(id(tensor))
 
     def living(self) -> Iterator[_torch.FakeTensor]:
-        """Return the fake tensors that have a node and are still referenced."""
         references = [reference for key, reference in self._references.items() if key in self._nodes]
         found = (reference() for reference in references)
         return (tensor for tensor in found if isinstance(tensor, _torch.FakeTensor))
@@ -226,7 +224,6 @@ class Writer(_torch.TorchDispatchMode):
 
 
 def _value(result: Argument) -> Aval | tuple[Aval | None, ...]:
-    """Shape, dtype and device of an op's result, or of each of its results."""
     if isinstance(result, torch.Tensor):
         return aval_of(result)
     return tuple(aval_of(part) if isinstance(part, torch.Tensor) else None for part in result)

@@ -59,7 +59,7 @@ def test_a_second_run_is_refused_until_the_first_ends(train: Any, tmp_path: Path
 def test_a_run_that_lost_its_folder_does_not_commit(train: Any, tmp_path: Path) -> None:
     train.save(train.init(PARAMS), tmp_path)
     (tmp_path / ".lock").write_text("process 1 on elsewhere, run other")  # where locks do not work
-    with pytest.raises(CheckpointError, match=r"another run has taken this folder over .process 1 on elsewhere"):
+    with pytest.raises(CheckpointError, match=r"another run .process 1 on elsewhere"):
         train.save(train.init(PARAMS), tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_no_checkpoint(train: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no step has been committed there"):
         train.restore(tmp_path)
     train.save(train.init(PARAMS), tmp_path)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has those of steps 0"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has steps 0"):
         train.restore(tmp_path, step=7)
 
 

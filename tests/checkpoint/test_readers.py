@@ -108,7 +108,7 @@ def test_a_given_step_that_was_removed_is_not_called_damaged(
     gone = rf"step_{STEP:08d}: it was removed or replaced while it was read; a Saver with keep="
     with pytest.raises(RemovedCheckpointError, match=gone):
         train.restore(tmp_path, step=STEP)
-    with pytest.raises(CheckpointError, match=rf"no checkpoint of step {STEP}; it has those of steps 4; a Saver with"):
+    with pytest.raises(CheckpointError, match=rf"no checkpoint of step {STEP}; it has steps 4; a Saver with"):
         train.restore(tmp_path, step=STEP)
     with pytest.raises(
         CheckpointError, match=rf"step_{STEP:08d}: there is no checkpoint; no such folder; a Saver with"

@@ -155,7 +155,7 @@ def test_batches_of_one_process_are_filled_up_too() -> None:
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([torch.ones(3)], r"a batch has 3 rows, more than the 2 that it shall have: give a larger rows="),
+        ([torch.ones(3)], r"a batch has 3 rows, more than the 2 of rows=2: give a larger rows="),
         ([{"x": torch.ones(2), "y": torch.ones(1)}], r"samples in dim 0, equally many: x has 2, y has 1"),
         ([{"n": 3}], r"equally many: there is no tensor"),
     ],

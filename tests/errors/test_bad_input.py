@@ -219,7 +219,7 @@ def test_torchs_own_random_numbers() -> None:
         return loss(params, x + torch.poisson(x.abs()))
 
     said = message(under({"*": P()}, f=f), ValueError)
-    assert "draws from torch's own generator" in said and "fp.random.uniform" in said and line_of(f, "poisson") in said
+    assert "draws from torch's generator" in said and "fp.random.uniform" in said and line_of(f, "poisson") in said
 
 
 def test_dropout_without_a_key() -> None:
@@ -255,7 +255,7 @@ def test_changing_what_was_closed_over() -> None:
         return loss(params, x)
 
     said = message(under({"*": P()}, f=f), ValueError)
-    assert "the change would be lost; pass it in and return it" in said and line_of(f, "seen.add_") in said
+    assert "The change would be lost; pass it in and return it" in said and line_of(f, "seen.add_") in said
 
 
 def test_an_op_without_a_rule() -> None:
@@ -289,7 +289,7 @@ def test_a_rule_that_is_no_text() -> None:
 
     said = message(lambda: fp.compile(fp.data_parallel("data")(f), MESH)(params(), torch.ones(8, 4)), RuleError)
     assert "same.default" in said and line_of(f, "same") in said
-    assert "is a function that returned 3; it shall return the rule's text" in said
+    assert "is a function that returned 3; it must return the rule's text" in said
 
 
 # -----------------------------------------------------------------------------

@@ -33,20 +33,20 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fp.compile(f, MESH, in_specs=P(), out_specs={"a": P(), "c": P()})(X),
         r"""out_specs of f: not of the structure of what it returned:
   b: there is no spec for it
-  c: a spec for what is not there
-  .*\{'a': P\(…\), 'b': P\(…\)\} has one for each part""",
+  c: the tree has no such node
+  .*\{'a': P\(…\), 'b': P\(…\)\} has one per child""",
     ),
     "results of a body": (
         lambda: fp.shard_map(f, MESH, in_specs=P(), out_specs={"a": P(), "b": (P(), P(), P())})(X),
-        r"out_specs of f: .* what it returned:\n  b: a tuple of 2, for which the specs have a tuple of 3\n",
+        r"out_specs of f: .* what it returned:\n  b: a tuple of 2, but the specs have a tuple of 3\n",
     ),
     "results of a body in a plan": (
         lambda: fp.compile(fp.data_parallel("data")(lambda x: body(x)["a"].sum()), Mesh(data=2, tensor=2))(X),
-        r"out_specs of f: .* what it returned:\n  the whole: a dict of 2, for which the specs have a list of 2\n",
+        r"out_specs of f: .* what it returned:\n  the entire tree: a dict of 2, but the specs have a list of 2\n",
     ),
     "arguments": (
         lambda: fp.compile(loss, MESH, in_specs=({"v": P()}, {"y": P()}), out_specs=P())({"v": X}, {"x": X}),
-        r"in_specs of loss, argument 1: .* what is given for it:\n  x: there is no spec for it\n  y: a spec for what",
+        r"in_specs of loss, argument 1: .* what is given for it:\n  x: there is no spec for it\n  y: the tree has no",
     ),
     "a batch": (
         lambda: fp.compile(fp.data_parallel("data", batch={"y": P("data")})(loss), MESH)({"v": X}, {"x": X}),
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "parameters": (
         lambda: fp.compile(fp.tensor_parallel("data", {"v": {"w": P("data")}})(loss), MESH)({"v": X}, {"x": X}),
-        r"spec tree of tensor_parallel\('data'\): .* the parameters:\n  v: a tensor of shape \(4,\), for which",
+        r"spec tree of tensor_parallel\('data'\): .* the parameters:\n  v: a tensor of shape \(4,\), but the specs",
     ),
 }
 

@@ -187,7 +187,7 @@ def test_a_loss_that_is_no_function_is_said_to_be_none() -> None:
         return (x @ w).sum()
 
     for loss in (counting, writing):
-        with pytest.raises(fp.errors.NotEquivalentError, match="when called again with the same arguments"):
+        with pytest.raises(fp.errors.NotEquivalentError, match="in a second call with the same arguments"):
             fp.testing.assert_equivalent(loss, fp.data_parallel("data"), Mesh(data=2), torch.ones(3), torch.ones(4, 3))
 
 

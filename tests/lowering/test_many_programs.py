@@ -40,7 +40,7 @@ def test_a_number_that_changes_from_step_to_step() -> None:
         f"train_step has traced {MANY} programs, and traces another: 1 is {MANY - 1}.0 after {MANY - 2}.0. "
     )
     assert second.startswith(f"train_step has traced {2 * MANY} programs, and traces another: 1 is 9.0 after 8.0. ")
-    assert "give numbers as tensors" in first
+    assert "Pass numbers as tensors" in first
 
 
 @pytest.mark.parametrize("grows", ["rows", "tree"])

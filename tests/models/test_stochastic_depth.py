@@ -105,5 +105,5 @@ def test_the_same_draws_on_every_mesh_and_in_microbatches(name: str, plan: str) 
 def test_a_layer_drop_is_refused_with_the_switch() -> None:
     model, batch = opt(0.5)
     train, state = step_of(model, fp.data_parallel("data"), Mesh(data=2))
-    with pytest.raises(TracingError, match=r"decides by a drawn number.*config\.layerdrop = 0"):
+    with pytest.raises(TracingError, match=r"branches on a random number.*config\.layerdrop = 0"):
         train(state, batch)

@@ -304,7 +304,7 @@ def test_memory_that_is_given_twice() -> None:
         return k.sum()
 
     for f in (overlapping, twice):
-        with pytest.raises(MutationError, match=r"is given its memory a second time.*give it a clone"):
+        with pytest.raises(MutationError, match=r"shares its memory.*pass a clone"):
             fp.compile(fp.data_parallel("data")(f), MESH)(*integers(0))
 
 

@@ -73,7 +73,7 @@ def test_dropout_of_a_bfloat16_hits_small_probabilities() -> None:
 def test_the_ends_of_dropout() -> None:
     x = torch.randn(8)
     assert fp.random.dropout(x, 0.0) is x and not fp.random.dropout(x, 1.0).any()
-    with pytest.raises(ValueError, match=r"dropout probability must lie in \[0, 1\], not 1.5"):
+    with pytest.raises(ValueError, match=r"the dropout probability must be in \[0, 1\], not 1.5"):
         fp.random.dropout(x, 1.5, key=KEY)
 
 
@@ -279,7 +279,7 @@ def test_what_torchs_own_dropouts_leave(drop: Callable[[Tensor], Tensor], dtype:
 def test_a_key_around_a_compiled_function_is_refused(compiled: Any) -> None:
     """The program would draw from the first key in every call."""
     step = compiled(fp.data_parallel("data")(lambda w, x: (fp.random.dropout(x) * w).sum()))
-    with fp.random.using(KEY), pytest.raises(RandomKeyError, match=r"write `with fp.random.using\(key\):` inside"):
+    with fp.random.using(KEY), pytest.raises(RandomKeyError, match=r"Write `with fp.random.using\(key\):` inside"):
         step(torch.ones(4), torch.ones(8, 4))
 
 

@@ -161,7 +161,7 @@ def test_a_layer_drop_that_is_drawn_is_refused() -> None:
     def model(x: Tensor) -> Tensor:
         return x * 3 if torch.rand([]) < 0.5 else x
 
-    with pytest.raises(TracingError, match=r"test_torchs_draws.py.*decides by a drawn number.*torch\.where"):
+    with pytest.raises(TracingError, match=r"test_torchs_draws.py.*branches on a random number.*torch\.where"):
         drawn(model, torch.ones(3))
 
 

@@ -295,7 +295,7 @@ def test_functions_that_no_new_process_finds(monkeypatch: pytest.MonkeyPatch) ->
     exec("def cell(): pass", names)
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     with pytest.raises(
-        fp.LaunchError, match=r"a new process cannot find <function cell at .*>, whose module has no file"
+        fp.LaunchError, match=r"a new process cannot find <function cell at .*>: its module has no file"
     ):
         fp.launch(names["cell"], 2, start="spawn")
     monkeypatch.undo()

@@ -98,7 +98,7 @@ def on_processes_that_are_let_go(rank: int, folder: str) -> dict[str, Any]:
 def test_processes_that_are_let_go_and_initialised_again(tmp_path: Path) -> None:
     for found in run_on_processes(on_processes_that_are_let_go, 2, str(tmp_path)):
         kind, message, _ = found["let go"]
-        assert kind == "CollectiveError" and "destroy_process_group() has let go" in message
+        assert kind == "CollectiveError" and "destroy_process_group() has ended" in message
         assert found["losses"] == found["wanted"] and found["new"]
         assert found["chosen"][0] == "CollectiveError" and "init_process_group and use_runtime" in found["chosen"][1]
 
@@ -133,7 +133,7 @@ def test_many_processes_that_each_simulate_all_ranks(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(name, "3")
     if name == "WORLD_SIZE":
         monkeypatch.setenv("RANK", "0")
-    with pytest.warns(RuntimeWarning, match=rf"\({name}=3\), yet it simulates all 2 ranks.*MASTER_ADDR, MASTER_PORT"):
+    with pytest.warns(RuntimeWarning, match=rf"\({name}=3\), but this process simulates all 2 ranks.*MASTER_ADDR, MASTER_PORT"):
         default_runtime(Mesh(**{f"of_{name}".lower(): 2}))
 
 

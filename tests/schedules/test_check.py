@@ -150,23 +150,23 @@ def test_sizes_that_do_not_fit() -> None:
     good = made("gpipe", 2, 4)
     for wrong, message in (
         ({"chains": 3}, "2 stages cannot form 3 equal chains"),
-        ({"chains": 0}, "chains=0; it is a whole number of at least 1"),
-        ({"microbatches": "4"}, "microbatches='4'; it is a whole number"),
-        ({"microbatches": 0}, "0 microbatches cannot be dealt out to 1 chain"),
+        ({"chains": 0}, "chains=0; it must be an integer of at least 1"),
+        ({"microbatches": "4"}, "microbatches='4'; it must be an integer"),
+        ({"microbatches": 0}, "0 microbatches cannot be divided equally among 1 chain"),
         ({"rank_of_stage": (0, 5)}, "stage 1 lives on rank 5; the ranks are 0 to 1"),
     ):
         with pytest.raises(ScheduleError, match=message):
             schedules.check(dataclasses.replace(good, **wrong))
     odd = dataclasses.replace(good, actions=((Action("X", 0, 0),), ()))
-    with pytest.raises(ScheduleError, match="'X' is no kind of action: there are F, B, I, W"):
+    with pytest.raises(ScheduleError, match="'X' is not a kind of action: the kinds are F, B, I, W"):
         schedules.check(odd)
     with pytest.raises(ScheduleError, match=r"rank 1 runs 0B0, but stage 0 lives on rank 0"):
         Schedule.of(["0F0", "0B0"], microbatches=1)
     with pytest.raises(ScheduleError, match="no rank runs stage 1"):
         Schedule.of(["0F0 2F0"], microbatches=1)
-    with pytest.raises(ScheduleError, match="rank 0 has '0F1junk', which is no action"):
+    with pytest.raises(ScheduleError, match="rank 0 has '0F1junk', which is not an action"):
         Schedule.of(["0F1junk"], microbatches=1)
-    with pytest.raises(ScheduleError, match=r"rank 0 has \(0, 'F', 0\), which is no action"):
+    with pytest.raises(ScheduleError, match=r"rank 0 has \(0, 'F', 0\), which is not an action"):
         Schedule.of([[(0, "F", 0)]], microbatches=1)  # type: ignore[list-item]
     with pytest.raises(ScheduleError, match="actions of one rank: give a list"):
         Schedule.of("0F0 0B0", microbatches=1)
@@ -210,7 +210,7 @@ def test_messages_must_be_received_as_they_were_sent(numbers: tuple[int, int]) -
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-h2", "looped-bfs"])
 def test_sends_that_wait_hang_when_received_before_use(name: str) -> None:
     schedule = made(name, 4, 8)
-    with pytest.raises(ScheduleError, match=r"nothing can go on: rank 0 at send"):
+    with pytest.raises(ScheduleError, match=r"no rank can continue: rank 0 at send"):
         schedules.check_messages(schedule, received_before_use(schedule))
 
 
@@ -218,10 +218,10 @@ def test_messages_come_in_pairs() -> None:
     schedule = made("gpipe", 2, 2)
     steps = [list(row) for row in schedules.messages(schedule)]
     lost = [steps[0], [step for step in steps[1] if step != Receive(Action("F", 0, 1), 0)]]
-    with pytest.raises(ScheduleError, match="rank 0 sends 2 messages to rank 1, which receives 1, of which 0F1"):
+    with pytest.raises(ScheduleError, match="rank 0 sends 2 messages to rank 1, which receives 1, and 0F1"):
         schedules.check_messages(schedule, lost)
     neither = [[step for step in row if getattr(step, "action", None) != Action("F", 0, 1)] for row in steps]
-    with pytest.raises(ScheduleError, match="nothing can go on: rank 0 at receive 1B0 from 1; rank 1 at 1F1"):
+    with pytest.raises(ScheduleError, match="no rank can continue: rank 0 at receive 1B0 from 1; rank 1 at 1F1"):
         schedules.check_messages(schedule, neither)
 
 

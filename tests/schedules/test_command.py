@@ -99,7 +99,7 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (("--ranks", "3", "--microbatches", "8"), "no schedule is named; there are naive, gpipe"),
         (("1f1b", "--ranks", "2", "--microbatches", "2", "--forward", "-1"), "Costs(forward=-1.0)"),
         (("1f1b", "--ranks", "2", "--microbatches", "2", "--latency", "nan"), "Costs(latency=nan)"),
-        (("1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "2"), "--limit is what zb-auto is searched within"),
+        (("1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "2"), "--limit applies to zb-auto only"),
         (("zb-auto", "--ranks", "2", "--microbatches", "2", "--limit", "0"), "got limit=0"),
         (("1f1b", "--name", "gpipe", "--ranks", "2", "--microbatches", "2"), "1f1b and --name gpipe are two schedules"),
         (

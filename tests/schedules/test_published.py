@@ -88,7 +88,7 @@ def mixes_up(schedule: Schedule, steps: list[list[object]]) -> bool:
     try:
         schedules.check_messages(schedule, steps)
     except ScheduleError as error:
-        return "but the receiver takes it for" in str(error)
+        return "but the receiver expects" in str(error)
     return False
 
 

@@ -82,7 +82,7 @@ def test_costs_per_stage() -> None:
     timeline = schedules.simulate(schedules.gpipe(2, 8), costs)
     assert timeline.makespan == 1 + 8 * 6 + 2
     assert timeline.bubble_fraction == pytest.approx(1 - (24 + 48) / (2 * 51))
-    with pytest.raises(ScheduleError, match="`forward` gives 3 stages a cost, but gpipe has 2 stages"):
+    with pytest.raises(ScheduleError, match="`forward` has 3 values, but gpipe has 2 stages"):
         schedules.simulate(schedules.gpipe(2, 8), Costs(forward=[1, 1, 1]))
 
 

@@ -38,7 +38,7 @@ def test_round_trip_of_versions_beside_overlapped_actions() -> None:
 
 def test_a_cell_with_a_broken_version() -> None:
     for cell in ("0F0@x", "0F0>1", "0F0@1>"):
-        with pytest.raises(ScheduleError, match=re.escape(f"rank 0 has '{cell}', which is no action")):
+        with pytest.raises(ScheduleError, match=re.escape(f"rank 0 has '{cell}', which is not an action")):
             schedules.from_csv(f"{cell},0B0\n")
 
 
@@ -54,7 +54,7 @@ def test_waiting_and_communication_are_passed_over() -> None:
 
 
 def test_a_cell_that_is_no_action() -> None:
-    with pytest.raises(ScheduleError, match="rank 1 has '1G0', which is no action"):
+    with pytest.raises(ScheduleError, match="rank 1 has '1G0', which is not an action"):
         schedules.from_csv("0F0,0B0\n1G0\n")
 
 

@@ -155,7 +155,7 @@ def test_one_error_lists_every_leaf_that_does_not_fit() -> None:
     assert "fine" not in text
     with pytest.raises(SpecError) as again:
         shard(tree, wrong, GRID, 0)
-    assert str(again.value) == text + "\n  or pad what lies at rest, with shard(…, pad=True)"
+    assert str(again.value) == text + "\n  or pad storage layouts, with shard(…, pad=True)"
     with pytest.raises(SpecError) as inside:  # which nothing pads
         shard(tree["c"], wrong["c"], GRID, 0)
     assert "pad" not in str(inside.value)
@@ -189,7 +189,7 @@ def test_every_fitting_shape_is_legal(data: st.DataObject) -> None:
 
 def test_an_inner_factor_is_not_padded() -> None:
     with pytest.raises(
-        SpecError, match=r"does not divide by the factor 3; make it 6, shard another dim, or leave it whole"
+        SpecError, match=r"does not divide by the factor 3; make it 6, shard another dim, or replicate it"
     ):
         shard(numbered((5,)), P((3, "data")), GRID, 0, pad=True)
     assert shard(numbered((6,)), P((3, "data")), GRID, 0, pad=True).tolist() == [1, 3, 5]

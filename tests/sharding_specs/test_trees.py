@@ -36,19 +36,19 @@ def test_a_prefix_of_specs_covers_subtrees() -> None:
 @pytest.mark.parametrize(
     ("specs", "tree", "message"),
     [
-        ({"a": P(), "b": P()}, {"a": 1, "c": 2}, "  c: there is no spec for it\n  b: a spec for what is not there\n"),
-        ({"x": {"a": P()}}, {"x": 3}, "  x: 3, for which the specs have a dict of 1\n"),
-        ({"x": [P()]}, {"x": [1, 2]}, "  x: a list of 2, for which the specs have a list of 1\n"),
-        ([P(), (P(), P())], [1, [2, 3]], "  1: a list of 2, for which the specs have a tuple of 2\n"),
+        ({"a": P(), "b": P()}, {"a": 1, "c": 2}, "  c: there is no spec for it\n  b: the tree has no such node\n"),
+        ({"x": {"a": P()}}, {"x": 3}, "  x: 3, but the specs have a dict of 1\n"),
+        ({"x": [P()]}, {"x": [1, 2]}, "  x: a list of 2, but the specs have a list of 1\n"),
+        ([P(), (P(), P())], [1, [2, 3]], "  1: a list of 2, but the specs have a tuple of 2\n"),
         (
             (P(), P()),
             torch.ones(2, 3),
-            r"  the whole: a tensor of shape \(2, 3\), for which the specs have a tuple of 2\n",
+            r"  the entire tree: a tensor of shape \(2, 3\), but the specs have a tuple of 2\n",
         ),
-        ({"x": [P()]}, {"x": None}, "  x: None, for which the specs have a list of 1\n"),
-        ((P(), {"k": P(), "l": P()}), (1, {"k": 2}), "  1/l: a spec for what is not there\n"),
-        ([P()] * 2, [1, 2, 3], r"everything, \[P\(…\), P\(…\), P\(…\)\] has one for each part$"),
-        ({str(i): P() for i in range(20)}, {}, "  15: a spec for what is not there\n  and 12 more\n"),
+        ({"x": [P()]}, {"x": None}, "  x: None, but the specs have a list of 1\n"),
+        ((P(), {"k": P(), "l": P()}), (1, {"k": 2}), "  1/l: the tree has no such node\n"),
+        ([P()] * 2, [1, 2, 3], r"entire tree, \[P\(…\), P\(…\), P\(…\)\] has one per child$"),
+        ({str(i): P() for i in range(20)}, {}, "  15: the tree has no such node\n  and 12 more\n"),
     ],
 )
 def test_a_mismatch_of_trees_names_the_path(specs: object, tree: object, message: str) -> None:

@@ -28,7 +28,7 @@ rule([aten.dot.default, aten.vdot.default], Rule("~k+, ~k+ -> ()"))
 
 
 def _solve_text(node: fx.Node) -> str:
-    """Rule of `solve(A, B)`. B is a stack of vectors if its shape is that of A without the last dim."""
+    """Rule of `solve(A, B)`. B is a stack of vectors if it has the shape of A without the last dim."""
     a, b = (info(operand).aval.shape for operand in node.args[:2])
     return batched_text(2, 1 if len(b) == 1 or b == a[:-1] else 2)(node)
 

@@ -73,9 +73,9 @@ def _embedding(
     # `max_norm` modifies the table.
     if max_norm is not None:
         raise TracingError(
-            f"{current_source()}: embedding(max_norm={max_norm}) changes the table itself where rows are looked up, "
-            "which a pure function cannot; bring its rows below the norm in the loss, "
-            "table * (max_norm / table.norm(dim=-1, keepdim=True)).clamp(max=1), or in the optimizer's update"
+            f"{current_source()}: embedding(max_norm={max_norm}) changes the table in place, which a pure function "
+            "cannot do. Rescale its rows in the optimizer's update, or in the loss by "
+            "table * (max_norm / table.norm(dim=-1, keepdim=True)).clamp(max=1)"
         )
     if not sparse:
         return NotImplemented
@@ -205,7 +205,7 @@ def _scatter_text(node: fx.Node) -> str:
 
 
 def _replicated_text(node: fx.Node) -> str:
-    """Rule in which no dim may be sharded. The first and the last operand may both be partial sums."""
+    """Rule that requires all dims to be replicated. The first and the last operand may both be partial sums."""
     operands, _, result = all_whole_text(node).partition(" -> ")
     return f"{', '.join(_both_linear(operands.split(', ')))} -> {result}"
 
@@ -269,7 +269,6 @@ def _embedding_bag(
 
 
 def _without_padding(rows: Tensor, counts: Tensor, mode: str) -> Tensor:
-    """Reduce bags over the rows that are not padding. A bag with only padding gives zero."""
     if mode == "max":
         largest = rows.masked_fill(~counts, -math.inf).max(1).values
         return torch.where(counts.any(1), largest, 0)

@@ -90,7 +90,6 @@ def _with_buffer_text(node: fx.Node) -> str:
 
 
 def _membership_text(node: fx.Node) -> str:
-    """Rule of `isin(elements, test_elements)`. Each element is compared with all test elements."""
     return f"..., {pattern(f't{dim}^' for dim in range(info(node.args[1]).aval.ndim))} -> ..."
 
 
@@ -104,7 +103,7 @@ rule([aten._to_copy.default], Rule(_cast_text))
 rule([aten.where.self], Rule("..., &..., &... -> ..."))
 rule([aten.copy.default], Rule("..., ... -> ..."))
 rule([aten.floor_divide.default], Rule(pointwise_text))  # torch does not tag it pointwise
-rule([aten.leaky_relu.default], Rule(pointwise_text))  # nor this one, in 2.11
+rule([aten.leaky_relu.default], Rule(pointwise_text))  # not tagged in 2.11
 rule([STRAIGHT_THROUGH], Rule("&..., &... -> ..."))
 rule([aten._conj.default, aten._conj_physical.default], Rule("~... -> ..."))
 rule([aten.complex.default], Rule("&..., &... -> ..."))

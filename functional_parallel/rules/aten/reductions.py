@@ -55,7 +55,6 @@ def _local_mean(
     keepdim: bool = False,
     **kwargs: torch.dtype | None,
 ) -> Tensor:
-    """Compute a sum over the shard, divided by the global count."""
     wanted = reduced_dims(step.node)
     count = math.prod(step.operands[0].aval.shape[dim] for dim in wanted)
     if not wanted:
@@ -123,7 +122,6 @@ def _local_extremum(step: OpContext, x: Tensor, dims: int | Sequence[int] = (), 
 
 
 def _is_detached(node: fx.Node) -> bool:
-    """Whether no gradient passes through `node`, because every path from an input to it has a `detach`."""
     before = reached([node], lambda each: [] if each.target is aten.detach.default else operands_of(each))
     return all(each.op != "placeholder" for each in before)
 
