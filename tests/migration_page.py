@@ -25,7 +25,7 @@ TABLES: dict[str, tuple[list[Row], str]] = {
     "DTensor": (
         of_dtensor.ROWS,
         "A spec has one entry per dim of the tensor, and names mesh axes. A list of placements has one entry per dim "
-        "of the mesh. A row with `lambda x:` is a line in the body of `fp.shard_map`, or of the model if it says so.",
+        "of the mesh. A row with `lambda x:` is a line in the body of `fp.shard_map`, or of the model where noted.",
     ),
     "DeepSpeed": (of_deepspeed.ROWS, "Keys of `ds_config.json`, and calls of the engine."),
     "Megatron": (
@@ -36,15 +36,15 @@ TABLES: dict[str, tuple[list[Row], str]] = {
     "Accelerate": (of_accelerate.ROWS, "Methods and arguments of `Accelerator`."),
     "JAX": (
         of_jax.ROWS,
-        "The functions have the same meaning. Gradients come before the value, and a collective has a type. A row with "
-        "`lambda x:` is a line in the body of `fp.shard_map`, or of the model if it says so.",
+        "The functions have the same meaning. Gradients precede the value, and a collective has a type. A row with "
+        "`lambda x:` is a line in the body of `fp.shard_map`, or of the model where noted.",
     ),
 }
 
 _INTRODUCTION = """\
 # Migration
 
-This page has a table per library: what a script has, and what it has here. Every row is a test. "Nothing
+This page has a table per library: code of that library, and its replacement here. Every row is a test. "Nothing
 to write" means that the library does this in any case. "Not available" links to the limits.
 
 Chunks, gradient accumulation steps and microbatches are the same thing here: `fp.accumulate(n)`, or
@@ -73,11 +73,11 @@ _HABITS = """\
 
 A loop of torch changes more than values: it hooks into a backward, edits the optimizer, or writes into parameters. A
 row has the effect that this has between two steps of `fp.prepare`: none on a later step, the effect as in torch, or an
-error of the class `SideEffectError`. The error names the object, the change, and what to write here. `fp.functional`
+error of the class `SideEffectError`. The error names the object, the change, and the replacement. `fp.functional`
 does the same, as far as the module's forward is concerned.
 
-`tests/interop/test_habits.py` runs each row beside a loop of torch, and any sequence of them. It finds public names
-of `nn.Module`, `torch.optim.Optimizer`, the schedulers, and of tensors those that change state, that have no row."""
+`tests/interop/test_habits.py` compares each row with a loop of torch, and any sequence of them. It finds public names
+of `nn.Module`, `torch.optim.Optimizer` and the schedulers, and names of tensors that change state, without a row."""
 
 _EFFECTS = {NO_EFFECT: "no effect on a later step", AS_IN_TORCH: "as in torch", REFUSED: "refused"}
 

@@ -57,7 +57,7 @@ ROWS = [
         "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)",
         "step = fp.prepare(module, optimizer, scheduler, loss=loss_of)\nstep(x, y)",
         first_loss,
-        "The loader stays as it is; see the rows on batches.",
+        "The loader does not change; see the rows on batches.",
     ),
     Row(
         "accelerator.backward(loss)\noptimizer.step()\nscheduler.step()\noptimizer.zero_grad()",
@@ -126,7 +126,7 @@ ROWS = [
         "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=False))",
         'fp.train_step(loss, adamw, mesh, plan, batch="own")',
         same_loop,
-        "Every process passes the batch of its own loader.",
+        "Every process passes the batch of its loader.",
     ),
     Row(
         "accelerator.join_uneven_inputs([model])",
@@ -146,7 +146,7 @@ ROWS = [
         "batch, present = fp.pad_batch((x[:5], y[:5]), 8)\n"
         "errors(*batch), present",
         one_value_per_sample,
-        "`present` selects the samples that are no padding: `errors[present]`.",
+        "`present` selects the samples that are not padding: `errors[present]`.",
     ),
     Row(
         'accelerator.reduce(loss, reduction="mean")',

@@ -151,8 +151,8 @@ ROWS = [
         "sgd = torch.optim.SGD(norm.parameters(), lr=0.1)\n"
         "fp.prepare(norm, sgd, loss=loss_of, mesh=mesh, plan=plan)",
         buffers_are_state,
-        "Buffers are a part of the state, and so of checkpoints. A batch norm uses the samples of its rank, and "
-        "its running statistics are those of rank 0, as under DDP.",
+        "Buffers are in the state, and so in checkpoints. A batch norm uses the samples of its rank, and "
+        "its running statistics are from rank 0, as under DDP.",
     ),
     Row(
         "SyncBatchNorm.convert_sync_batchnorm(module)",
@@ -173,7 +173,7 @@ ROWS = [
         "DistributedSampler(data)",
         "fp.Sampler(len(x), batch=4, mesh=mesh)",
         lambda sampler: len(sampler.epoch(0)) == 2,
-        "The batch size is that of the global batch.",
+        "The batch size is the size of the global batch.",
     ),
     Row(
         "nn.utils.clip_grad_norm_(model.parameters(), 0.1)",

@@ -79,7 +79,7 @@ ROWS = [
         '"overlap_comm": true',
         "",
         reduces_early,
-        "A bucket of gradients is reduced as soon as it is complete.",
+        "A bucket of gradients is reduced when it is complete.",
     ),
     Row('"contiguous_gradients": true', "", one_bucket, "Gradients are packed into buckets."),
     Row(
@@ -104,7 +104,7 @@ ROWS = [
         '"mics_shard_size": 2',
         'fp.chain(fp.zero(3, "shard"), fp.data_parallel("replica"))',
         trains(Mesh(replica=2, shard=2)),
-        "The size of the group is that of the axis `shard`.",
+        "The size of the group is the size of the axis `shard`.",
     ),
     Row(
         '"zero_hpz_partition_size": 2',

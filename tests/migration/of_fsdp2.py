@@ -134,7 +134,7 @@ ROWS = [
         "model.set_gradient_divide_factor(1.0)",
         "",
         sums_are_sums,
-        "The loss is written for the global batch. The gradient of a mean is a mean, that of a sum is a sum.",
+        "The loss is written for the global batch. The gradient of a mean is a mean, the gradient of a sum is a sum.",
     ),
     Row(
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",

@@ -161,7 +161,7 @@ ROWS = [
         "jax.value_and_grad(f)",
         "grads, value = fp.grad_and_value(loss)(params, x, y)",
         lambda found: close(found[1], loss(params, x, y)),
-        "Gradients come first, as in `torch.func`.",
+        "Gradients are first, as in `torch.func`.",
     ),
     Row(
         "jax.grad(f)",

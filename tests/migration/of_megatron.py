@@ -112,7 +112,7 @@ ROWS = [
         'rules = {"*up.*": P("tensor"), "*down.weight": P(None, "tensor"), "*": P()}\n'
         'fp.tensor_parallel("tensor", rules)',
         tensor_parallel,
-        "On `Mesh(tensor=2)`. The rules stand for `ColumnParallelLinear` and `RowParallelLinear`, in modules of torch.",
+        "On `Mesh(tensor=2)`. The rules replace `ColumnParallelLinear` and `RowParallelLinear`, in modules of torch.",
     ),
     Row(
         "VocabParallelEmbedding",
@@ -179,7 +179,7 @@ ROWS = [
         "--overlap-grad-reduce",
         "",
         reduces_early,
-        "A bucket of gradients is reduced as soon as it is complete.",
+        "A bucket of gradients is reduced when it is complete.",
     ),
     Row(
         "--ddp-bucket-size 40000000",
@@ -249,7 +249,7 @@ ROWS = [
         "copy_to_tensor_model_parallel_region(x)",
         'lambda x: fp.pvary(x, "tensor")',
         varies(P()),
-        "Megatron's *f* is `pvary`. This row and the next ones are lines in the body of `fp.shard_map`.",
+        "Megatron's *f* is `pvary`. This row and the next rows are lines in the body of `fp.shard_map`.",
     ),
     Row(
         "reduce_from_tensor_model_parallel_region(x)",
@@ -288,6 +288,6 @@ ROWS = [
         "saver = fp.checkpoint.Saver(folder, every=100, keep=3)\nsaver(train, state)\nsaver.wait()\n"
         "train.restore(folder)",
         lambda loaded: loaded.step == 0,
-        "A thread of each rank writes while the steps go on.",
+        "A thread of each rank writes while the steps continue.",
     ),
 ]

@@ -121,7 +121,7 @@ ROWS = [
         {"Module": "register_forward_hook register_forward_pre_hook"},
         AS_IN_TORCH,
         habits.hook_forwards,
-        "The step is traced again if a hook is added or removed.",
+        "The step is retraced if a hook is added or removed.",
     ),
     Habit(
         {"torch.nn.modules.module": "register_module_forward_hook register_module_forward_pre_hook"},
@@ -138,7 +138,7 @@ ROWS = [
         {"Module": "(a plain attribute)"},
         AS_IN_TORCH,
         lambda loop: (setattr(loop.net, "scale", 2.0), loop.net.factors.__setitem__(0, 0.5)),
-        "The step is traced again. Pass values that change often as arguments of the loss.",
+        "The step is retraced. Pass values that change often as arguments of the loss.",
     ),
     Habit(
         {"Module": "add_module register_module set_submodule"},
