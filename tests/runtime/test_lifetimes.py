@@ -133,7 +133,9 @@ def test_many_processes_that_each_simulate_all_ranks(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(name, "3")
     if name == "WORLD_SIZE":
         monkeypatch.setenv("RANK", "0")
-    with pytest.warns(RuntimeWarning, match=rf"\({name}=3\), but this process simulates all 2 ranks.*MASTER_ADDR, MASTER_PORT"):
+    with pytest.warns(
+        RuntimeWarning, match=rf"\({name}=3\), but this process simulates all 2 ranks.*MASTER_ADDR, MASTER_PORT"
+    ):
         default_runtime(Mesh(**{f"of_{name}".lower(): 2}))
 
 
