@@ -29,9 +29,7 @@ def _missing(device: Device | None) -> torch.device | None:
 
 @intercept(torch.Tensor.device.__get__, always=True, same_strides=True)
 def _device(x: torch.Tensor) -> torch.device:
-    return _torch.wished_device(
-        x.device
-    )  # torch returns the stand-in's device for a tensor inside a torch.func wrapper
+    return _torch.wished_device(x.device)  # torch returns the stand-in for a tensor inside torch.func's wrappers
 
 
 @intercept(torch.Tensor.is_cuda.__get__, always=True, same_strides=True)  # type: ignore[attr-defined]
