@@ -16,7 +16,8 @@ from .collectives import check_callable
 from .errors import LayoutError
 from .functions import LocalFunction, PyTree, SpecTree, bind_positional, explain_keywords, layout_of, require_mesh
 from .ir import current_source, leaf_signature, with_short_tracebacks
-from .lowering import Lowered, Options, call_shard_map, lower
+from .lowering import Lowered, Options, lower, per_argument
+from .partition import call_shard_map
 from .passes import pass_names
 from .pipelines import PipelineProgram, Stacks, stacks_of
 from .program import Explanation, PassTable, Program
@@ -174,7 +175,9 @@ class Compiled:
                 f"{current_source() or 'a call'}: {self!r} is called inside a function that is being traced, where "
                 "every rank would run the program of all ranks; call there what it was compiled from, its `.f`"
             )
-        return call_shard_map(self.f, self.mesh, *self._specs, self.name, args)
+        in_specs, out_specs = self._specs
+        specs = per_argument(in_specs, args, self.name)
+        return call_shard_map(self.f, self.mesh, specs, out_specs, self.name, args)
 
     @property
     def _stacks(self) -> Stacks | None:

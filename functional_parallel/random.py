@@ -178,6 +178,11 @@ def using(key: torch.Tensor) -> Iterator[None]:
         keys.pop()
 
 
+def sites_drawn() -> int:
+    """Return the number of draws from the ambient keys so far."""
+    return sum(each.drawn for each in _ambient())
+
+
 def next_key() -> torch.Tensor:
     """Return a key for one draw in a model: the key of the next site of the ambient key.
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from sharding_specs import P
+
 from ..collectives import State, Type, dual, result_type
 from ..errors import CollectiveTypeError, TypingError
 from ..ir import (
@@ -160,6 +162,23 @@ def since(node: fx.Node, axis: str) -> str:
     read = [info(operand).path for operand in operands_of(first) if operand in same and operand.op == "placeholder"]
     reads = f", which reads argument {' and '.join(filter(None, read))}" if any(read) else ""
     return f". It is {state} along {axis!r} since {_where(first)}{reads}"
+
+
+def mismatch(axis: str, held: State, wanted: State, spec: P, output: fx.Node) -> str:
+    """Describe the mismatch of a result in state `held` along an axis with the state `wanted`, and how to fix it."""
+    # With its origin: the line since which it is in that state.
+    fixes = {
+        (_V, _I): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "
+        f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
+        (_I, _V): f"is the same on all ranks along {axis!r}, but {spec!r} says that it is sharded; "
+        f"leave {axis!r} out of the spec, or write fp.pscatter(x, {axis!r}) or fp.pvary(x, {axis!r})",
+        (_U, _I): f"holds partial sums along {axis!r}, but {spec!r} does not say so; "
+        f"write fp.psum(x, {axis!r}) or P(…, unreduced={{{axis!r}}})",
+        (_O, _I): f"is held by one rank along {axis!r}, but {spec!r} says that all ranks hold it; "
+        f"write P(…, owner={{{axis!r}: rank}})",
+    }
+    fix = fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
+    return fix + since(output, axis)
 
 
 def _of_gradient(node: fx.Node, found: Type) -> Type:

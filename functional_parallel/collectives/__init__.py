@@ -29,6 +29,7 @@ from .axes import (
     mesh_axis_size,
     snapshot,
     trace_only,
+    unhide,
 )
 from .communicator import Communicator, Lane
 from .dim_split import DimSplit

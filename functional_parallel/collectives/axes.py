@@ -89,11 +89,18 @@ def hide(names: Axes) -> AbstractContextManager[None]:
     ...     mesh_axis_size("data"), current_axes()
     (4, {})
     """
-    environment = dict(_environment.get())
-    for name in normalize_axes(names):
-        if name in environment:
-            environment[name] = replace(environment[name], hidden=True)
-    return restored(MappingProxyType(environment))
+    return _marked(normalize_axes(names), hidden=True)
+
+
+def unhide(names: Iterable[str]) -> AbstractContextManager[None]:
+    """Allow collectives over hidden axes inside a `with` block, which traces code that is local to them."""
+    return _marked(names, hidden=False)
+
+
+def _marked(names: Iterable[str], hidden: bool) -> AbstractContextManager[None]:
+    bound = _environment.get()
+    marked = {name: replace(bound[name], hidden=hidden) for name in names if name in bound}
+    return restored(MappingProxyType({**bound, **marked}))
 
 
 def trace_only() -> AbstractContextManager[None]:

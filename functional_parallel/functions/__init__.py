@@ -5,7 +5,7 @@ from .buffers import BufferTree
 from .dependencies import require_no_gradient_hooks
 from .derivatives import grad, grad_and_value, hessian, jvp, unused, vmap
 from .foreign import require_function, require_mesh, written_here
-from .forward_first import filled
+from .forward_first import filled, forward_first
 from .functional import functional
 from .keywords import bind_positional, explain_keywords, with_keywords
 from .local_function import (

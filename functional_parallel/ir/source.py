@@ -62,7 +62,7 @@ class _Around:
     """Context of the code that a thread runs."""
 
     inherited: list[Source | None] = field(default_factory=list)  # lines that override the stack, innermost last
-    regions: list[str] = field(default_factory=list)  # names of the regions that contain the code
+    regions: list[str | None] = field(default_factory=list)  # names of the regions that contain the code
     stages: list[int] = field(default_factory=lambda: [0])  # boundaries passed, per function that is being traced
 
 
@@ -78,9 +78,9 @@ def at_source(source: Source | None) -> AbstractContextManager[None]:
     return _torch.pushed(_around().inherited, source)
 
 
-def recompute_region(name: str) -> AbstractContextManager[None]:
-    """Put the ops recorded inside into one region. A number is appended to its name."""
-    return _torch.pushed(_around().regions, f"{name} {next(_region_numbers)}")
+def recompute_region(name: str | None) -> AbstractContextManager[None]:
+    """Put the ops recorded inside into one region, or into none. A number is appended to its name."""
+    return _torch.pushed(_around().regions, None if name is None else f"{name} {next(_region_numbers)}")
 
 
 def count_stage_boundaries() -> AbstractContextManager[None]:

@@ -1,6 +1,5 @@
 """Lower a function on shards to a program: trace, type, check, split into microbatches and run the passes."""
 
 from .leftovers import traced_in
-from .lower import UNCHECKED, ArgumentPaths, Lowered, lower, lowering
-from .nested_shard_map import call_shard_map
+from .lower import UNCHECKED, ArgumentPaths, Lowered, lower, lowering, per_argument
 from .rewrite import Options

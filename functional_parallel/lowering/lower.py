@@ -9,11 +9,10 @@ from typing import TypeVar
 
 import optree
 import torch
-from torch import fx
 
 from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 
-from ..checker import Typing, is_zero, record_input_specs, since, type_of, type_of_spec, warn_of_equal_copies
+from ..checker import Typing, is_zero, mismatch, record_input_specs, type_of, type_of_spec, warn_of_equal_copies
 from ..collectives import DimSplit, State, Type, bind
 from ..errors import BackendError, LayoutError, OutSpecError
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, filled, layout_of, specs_per_leaf, with_keywords
@@ -293,23 +292,6 @@ _BY_HAND = (
     "    no transform splits over {axis!r}, so collectives over it were written by hand; what a gradient lacks then "
     "is fp.pvary(x, {axis!r}) on what meets a value that varies; in an fp.shard_map that the plan calls it is implied"
 )
-
-
-def mismatch(axis: str, held: State, wanted: State, spec: P, output: fx.Node) -> str:
-    """Describe the mismatch of a result in state `held` along an axis with the state `wanted`, and how to fix it."""
-    # With its origin: the line since which it is in that state.
-    fixes = {
-        (_V, _I): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "
-        f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
-        (_I, _V): f"is the same on all ranks along {axis!r}, but {spec!r} says that it is sharded; "
-        f"leave {axis!r} out of the spec, or write fp.pscatter(x, {axis!r}) or fp.pvary(x, {axis!r})",
-        (_U, _I): f"holds partial sums along {axis!r}, but {spec!r} does not say so; "
-        f"write fp.psum(x, {axis!r}) or P(…, unreduced={{{axis!r}}})",
-        (_O, _I): f"is held by one rank along {axis!r}, but {spec!r} says that all ranks hold it; "
-        f"write P(…, owner={{{axis!r}: rank}})",
-    }
-    fix = fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
-    return fix + since(output, axis)
 
 
 def per_argument(specs: SpecTree, args: tuple[PyTree, ...], name: str) -> tuple[SpecTree, ...]:

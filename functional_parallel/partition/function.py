@@ -17,7 +17,7 @@ from torch import fx
 
 from sharding_specs import P, Placement, broadcast_specs, register_dataclasses, require_dims, tree_paths
 
-from ..collectives import DimSplit, axis_dim_split, current_axes, hidden_axes, hide, mesh_axis_size
+from ..collectives import DimSplit, axis_dim_split, current_axes, hidden_axes, hide
 from ..errors import PartitionError
 from ..functions import (
     Layout,
@@ -35,6 +35,7 @@ from ..ir import Aval, Traced, hollow, info, leaf_signature
 from ..rules import REDUCED, REPLICATED, AxisLayout, Owned, Shard, TargetLayout, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
+from .region import axis_layout_of
 from .run import PartitionedValue, run_partitioned
 
 Specs = Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -296,22 +297,6 @@ def _trimmed(x: torch.Tensor, spec: P) -> torch.Tensor:
     for dim, size in spec.padded.items():
         x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
     return x
-
-
-def axis_layout_of(spec: P, axis: str, inner: Sequence[str]) -> AxisLayout:
-    """Return the layout of a spec along one axis, for a value that is local to the inner axes already."""
-    if axis in spec.reduced:
-        return REDUCED
-    if axis not in spec.axes:
-        return REPLICATED
-    by_axis: dict[str, Placement] = {placement.axis: placement for placement in spec.placements(axis_mesh())}
-    mine = by_axis[axis]
-    outer = mine.outer
-    for other in inner:
-        theirs = by_axis.get(other)
-        if theirs is not None and theirs.dim == mine.dim and theirs.outer < mine.outer:
-            outer //= mesh_axis_size(other)
-    return Shard(mine.dim, outer)
 
 
 def _global_aval(leaf: torch.Tensor, place: AxisLayout, cut: DimSplit) -> Aval:

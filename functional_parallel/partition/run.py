@@ -65,6 +65,7 @@ from ..rules import (
 )
 from ..tracing import stand_in
 from .decompose import crosses_ranks, decomposed
+from .region import operand_layouts, peel, region_node
 
 
 @dataclass
@@ -126,6 +127,9 @@ class _ShardInterpreter:
         if node.target is operator.getitem:
             self.values[node] = self.values[node.args[0]][node.args[1]]
             return
+        if node.target is region_node:
+            self._compute_region(node)
+            return
         step = self._step(node)
         must_change = _is_split(step) and (lookup(node.target) is None or crosses_ranks(step))
         if must_change and (simpler := decomposed(node)) is not None:
@@ -148,6 +152,25 @@ class _ShardInterpreter:
         with grad_mode_of(node):
             outputs = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
             self._store(node, step, outputs, alone)
+
+    def _compute_region(self, node: fx.Node) -> None:
+        operands, region = node.args
+        places = operand_layouts(region, [self.values[operand].place for operand in operands], self.axis)
+        parts = list(map(self._operand_part, operands, places))
+
+        def run(body: Traced, places: Sequence[AxisLayout], parts: Sequence[torch.Tensor]) -> Any:
+            values = map(PartitionedValue, places, parts)
+            return run_partitioned(body, list(values), self.axis, self.cut, strict=self.strict)
+
+        with grad_mode_of(node):
+            outputs, found = peel(region, places, parts, self.axis, self.cut, run)
+        self.values[node] = list(map(PartitionedValue, found, outputs))
+
+    def _operand_part(self, operand: fx.Node, place: AxisLayout) -> torch.Tensor:
+        value: PartitionedValue = self.values[operand]
+        if place == REPLICATED and value.place in (PARTIAL, REDUCED) and is_trained(value.part):
+            return self._replicated(value)
+        return self._in_form(operand, place)
 
     def _is_alone(self, node: fx.Node) -> bool:
         """Whether only the owner computes an op: the mark of the outputs, and what follows from them."""

@@ -3,7 +3,7 @@
 from .aten.losses import cross_entropy
 from .aten.norms import batch_norm, batch_norm_formula
 from .aten.shapes import reshaped_place
-from .axis_layout import PARTIAL, REDUCED, REPLICATED, AxisLayout, Owned, Reduced, Replicated, Shard
+from .axis_layout import PARTIAL, REDUCED, REPLICATED, AxisLayout, Owned, Reduced, Replicated, Shard, shard_shape
 from .convert import REPLICATED_VARYING, TargetLayout, convert
 from .decide import OperandInfo, OpSharding, SplitFactor, choose_sharding, factor_sizes, find_factor, placed
 from .duplicates import mask_duplicates

@@ -31,6 +31,7 @@ import operator
 import torch
 
 from ..collectives import MICROBATCH, DimSplit, apply_primitive, axis_index
+from ..ir import is_trained
 from .axis_layout import REDUCED, REPLICATED, AxisLayout, Owned, Partial, Reduced, Replicated, Shard
 from .duplicates import add_duplicates, drop_duplicates
 
@@ -66,8 +67,8 @@ def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, pa
             return apply_primitive("pbroadcast", apply_primitive("pcast", x, (axis,), "reduced", "varying"), (axis,), 0)
         assert isinstance(held, Shard)
         return _gather(x, held, axis, parts, "invariant")
-    if isinstance(form, Partial):
-        return on_one_rank(x, axis)
+    if isinstance(form, Partial):  # a derivative may reach what is zeros, such as a product with a zero tangent
+        return on_one_rank(apply_primitive("pcast", x, (axis,), "invariant", "varying") if is_trained(x) else x, axis)
     assert isinstance(form, Shard), f"nothing is turned into {form}"
     if isinstance(held, Partial):
         return _scatter("psum_scatter", add_duplicates(x, form, parts), form, axis, "varying")

@@ -4,7 +4,7 @@ from . import autograd_state, data_dependent
 from .assumptions import Assumption, ProgramCache, assume, collect_assumptions, is_kept
 from .closed_over import ClosedOver
 from .constant_folding import assume_constants, constant_in
-from .enclosing import CapturedTensors
+from .enclosing import CapturedTensors, reached_state
 from .interception import Replaced, intercept, intercept_op
 from .layout_questions import depends_on_layouts
 from .memory_layout import LayoutRead, require_contiguous

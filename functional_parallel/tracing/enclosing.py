@@ -52,15 +52,27 @@ _QUESTIONS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", 
 
 def _reached(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
     """Yield every tensor that a function holds or reaches by name, through functions, containers and objects."""
+    return (held for held, _ in _visited(function) if isinstance(held, torch.Tensor))
+
+
+def reached_state(function: Callable[..., Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """Return a key that changes with the values and objects that a function reaches, and objects to keep with it."""
+    visited = list(_visited(function))
+    key = ((id(held), *((type(each), each) for each in plain)) for held, plain in visited)
+    return tuple(key), [held for held, _ in visited]
+
+
+def _visited(function: Callable[..., Any]) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """Yield every object that a function reaches, with the plain values that it holds."""
     pending: list[Any] = [function]
     seen: set[int] = set()
     while pending:
         held = pending.pop()
-        if isinstance(held, torch.Tensor):
-            yield held
-        elif id(held) not in seen:
+        if id(held) not in seen:
             seen.add(id(held))
-            pending.extend(each for each in _held_by(held) if type(each) not in _PLAIN)
+            inner = () if isinstance(held, torch.Tensor) else list(_held_by(held))
+            yield held, (each for each in inner if type(each) in _PLAIN)
+            pending.extend(each for each in inner if type(each) not in _PLAIN)
 
 
 def _held_by(held: Any) -> Iterable[Any]:
@@ -74,7 +86,8 @@ def _held_by(held: Any) -> Iterable[Any]:
         except ValueError:  # nothing was assigned yet
             return ()
     if isinstance(held, FunctionType):
-        return (*(held.__closure__ or ()), *(held.__defaults__ or ()), held.__kwdefaults__ or {}, *_globals_of(held))
+        named = (held.__kwdefaults__ or {}).values()
+        return (*(held.__closure__ or ()), *(held.__defaults__ or ()), *named, *_globals_of(held))
     if isinstance(held, MethodType):
         return (held.__func__, held.__self__)
     if isinstance(held, partial):

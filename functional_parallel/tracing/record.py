@@ -89,7 +89,7 @@ def trace(
         recording = Recorder(mode, forward_only, on_node, outer, is_local_body)
         recording.start(arguments, types, paths)
         with ExitStack() as stack:
-            alone = forward_only and on_node is None  # in a typed body, ops run on the shards of one rank
+            alone = forward_only and (on_node is None or is_local_body)  # a region's body may be partitioned
             stack.enter_context(Interception(alone, enclosed, recording.layouts))
             stack.enter_context(_torch.checkpointing(recompute_region))
             stack.enter_context(count_stage_boundaries())
