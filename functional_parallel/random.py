@@ -209,8 +209,7 @@ def next_site(what: str) -> torch.Tensor:
     if is_kept() and not keys[-1].in_program:
         raise RandomKeyError(
             f"{what} draws from a key that was set outside a compiled function: all calls would use the first key. "
-            "Write `with fp.random.using(key):` inside the function, with an argument as the key, or use "
-            "train_step(seed=…)"
+            "Write `with fp.random.using(key):` inside it, with an argument as key, or use train_step(seed=…)"
         )
     keys[-1].drawn += 1
     return fold_in(keys[-1].key, keys[-1].drawn - 1)

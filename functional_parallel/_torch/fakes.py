@@ -42,11 +42,8 @@ def unlogged_fakes() -> AbstractContextManager[None]:
 
 @contextmanager
 def forgetting_shapes(most: int) -> Iterator[None]:
-    """Bound the cache that all fake modes share. It stores the result's shape per op and operands and is unbounded.
-
-    If it has more than `most` entries at the end, the entries that were added inside are dropped. An entry takes a
-    kilobyte and makes a second, similar trace faster.
-    """
+    """Drop the entries that were added inside from the shared cache of fake modes, if it then has more than `most`."""
+    # An entry has the shape of a result, by op and operands. It takes a kilobyte and makes a similar trace faster.
     cache: dict[Any, Any] = getattr(FakeTensorMode, "cache", {})
     known = set(cache)
     try:

@@ -30,8 +30,6 @@ class FunctionContext(FunctionCtx):
 
 
 class VmapInfo(Protocol):
-    """The level of a vmap rule."""
-
     @property
     def batch_size(self) -> int: ...
 

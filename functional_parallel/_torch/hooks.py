@@ -27,14 +27,12 @@ def forward_hooks(module: torch.nn.Module) -> Iterator[tuple[str, str, Hooks]]:
 
 
 def gradient_hooks(module: torch.nn.Module) -> Iterator[tuple[str, str, Hooks]]:
-    """Iterate over (path, kind, hooks by number) of hooks that a backward calls for a module and its parameters."""
     yield from _of_modules(module, _BACKWARD)
     for path, parameter in module.named_parameters():
         yield from ((path, kind, getattr(parameter, name) or {}) for kind, name in _OF_TENSORS.items())
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether functions are registered that an optimizer, or every optimizer, calls before or after each step."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or of_optimizers._global_optimizer_pre_hooks or of_optimizers._global_optimizer_post_hooks)
 

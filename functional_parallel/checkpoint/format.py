@@ -56,7 +56,6 @@ def dtype_name(leaf: str, dtype: torch.dtype) -> str:
 
 
 def file_name(rank: int, number: int, count: int) -> str:
-    """Return the name of one of the files of a rank, as torch names them."""
     return f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 

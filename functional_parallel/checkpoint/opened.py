@@ -156,11 +156,7 @@ class Checkpoint:
         return full
 
     def differences(self, other: Checkpoint) -> list[str]:
-        """Return how another checkpoint differs, one line per leaf that differs. It reads both.
-
-        Args:
-            other: the other checkpoint.
-        """
+        """Return how another checkpoint differs, one line per leaf that differs. It reads both."""
         mine, theirs = self.leaves | self.numbers, other.leaves | other.numbers
         lines = [f"{name}: only in {self.path}" for name in mine if name not in theirs]
         lines += [f"{name}: only in {other.path}" for name in theirs if name not in mine]

@@ -44,9 +44,8 @@ def load_position(saved: Any, data: Any, peers: Peers) -> None:
         raise CheckpointError("data=…: the checkpoint has no state of a loader; it was saved without data=loader")
     if len(states) != peers.size:
         raise CheckpointError(
-            f"the checkpoint has the states of {len(states)} loaders, and there are {peers.size} processes: a loader "
-            "on another number of ranks would repeat some samples and leave out others. Resume on "
-            f"{len(states)}, or use fp.Sampler, which resumes on any number"
+            f"the checkpoint has the states of {len(states)} loaders, and there are {peers.size} processes: samples "
+            f"would be repeated or left out. Resume on {len(states)}, or use fp.Sampler, which resumes on any number"
         )
     mine, workers = states[peers.rank], getattr(data, "num_workers", 0)
     if mine["workers"] != workers:

@@ -81,7 +81,6 @@ class Save:
         self._thread.start()
 
     def is_running_anywhere(self) -> bool:
-        """Whether a thread of any process still writes. Every process calls it."""
         mine = self._thread is not None and self._thread.is_alive()
         return any(self.peers.exchange(mine, "to see whether a checkpoint is written"))
 
@@ -174,15 +173,9 @@ def begin_save(
     copies: Copies | None = None,
     disk: Disk | None = None,
 ) -> Save:
-    """Begin a save: take the folder, and create the temporary one. Every process calls it.
+    """Begin a save: lock the folder, and create a temporary folder. Every process calls it.
 
-    Args:
-        peers: the processes of the run.
-        folder: the folder of the run's checkpoints.
-        contents: the contents of the checkpoint.
-        keep: number of committed checkpoints to keep; None keeps all.
-        copies: memory for copies of this process's boxes, made now, so that later steps may change the state.
-        disk: the file system.
+    With `copies`, this process's boxes are copied now, so that later steps may change the state.
     """
     disk, step = disk or Disk(), int(contents.body["step"])
     nonce, problem = secrets.token_hex(8), ""

@@ -183,8 +183,7 @@ class Sampler:
         if epoch < 0 or not 0 <= batch < self.batches:
             raise ValueError(
                 f"Sampler.run(start={Position(epoch, batch)}): an epoch of {self.length} samples in batches of "
-                f"{self.batch} has batches 0 to {self.batches - 1}. Resume with the length and the batch size of the "
-                "run; the mesh may differ"
+                f"{self.batch} has batches 0 to {self.batches - 1}. Resume with the length and batch size of the run"
             )
         return self._run(self._here() if rank is None else rank, epoch, batch)
 

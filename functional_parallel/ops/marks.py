@@ -28,12 +28,10 @@ class _Context(Protocol):
 
 
 def define_marker(schema: str, again: Callable[..., Tensor], *, names_dims: bool) -> Marker:
-    """Define the library op of a marker, and the Function that applies it.
+    """Define the library op of a marker with the schema "name(Tensor x, …)", and the Function that applies it.
 
-    Args:
-        schema: the name and parameters of the op. The first parameter is the value: "name(Tensor x, …)".
-        again: the function that is called on the arguments of the op when its graph is rerun.
-        names_dims: whether parameters are dims of the value. If so, vmap moves the mapped dim to the last position.
+    A rerun of a graph calls `again` on the op's arguments. If other arguments are dims of the value (`names_dims`),
+    vmap moves the mapped dim to the last position.
     """
     op: Callable[..., Tensor] = define_op(
         f"{schema} -> Tensor", lambda x, *_: x.clone(), lambda x, *_: torch.empty_like(x), again

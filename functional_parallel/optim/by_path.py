@@ -123,8 +123,7 @@ class _ByPath:
             more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
             raise ValueError(
                 f"by_path: no pattern matches {', '.join(missing[:_LISTED])}{more}; the patterns are "
-                f"{', '.join(map(repr, self.patterns))}. Add '*' as the last pattern, for all others; its value None "
-                "keeps them fixed"
+                f"{', '.join(map(repr, self.patterns))}. Add '*' as the last pattern; its value None freezes the rest"
             )
         for pattern in self.patterns:
             if pattern not in first and not isinstance(pattern, optional) and pattern != "*":

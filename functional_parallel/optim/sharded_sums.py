@@ -19,12 +19,10 @@ def decays_and_specs(optimizer: str, needs: str, decays: PyTree, specs: SpecTree
         raise ValueError(
             f"{optimizer} was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "
             f"{needs} to know which axes split which dim. Write optimizer.update(grads, state, "
-            "params, specs) with the specs of the parameters (P() if replicated), or use an elementwise optimizer: "
-            "adamw, lion"
+            "params, specs) with the specs of the parameters (P() if replicated), or use adamw, which is elementwise"
         )
     return optree.tree_map(lambda *pair: pair, decays, broadcast_specs(P() if specs is None else specs, params))
 
 
 def sum_over_shards(total: Tensor, axes: Collection[str]) -> Tensor:
-    """Return the sum of a rank's total over all shards along some axes, in their order."""
     return psum(total, tuple(axes)) if axes else total

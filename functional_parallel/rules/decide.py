@@ -149,10 +149,9 @@ def placed(fit: Factors, choice: SplitFactor, sizes: dict[str, int]) -> Shard | 
 def _without_choice(rule: RuleText, operands: Sequence[OperandInfo], results: int) -> OpSharding:
     """Return the decision for an op without a factor to split on.
 
-    Partial sums pass through if the op is linear in them; else they are resolved. A constant that is added to them is
-    added on one rank. In a product of two partial sums both
-    are resolved. One has to be, and the product with the other would need another psum. In a square, resolving both
-    takes one psum instead of two.
+    Partial sums pass through if the op is linear in them; else they are resolved. One rank adds a constant to them. In
+    a product of two partial sums both are resolved. One has to be, and its product with the other would need a second
+    psum. A square then takes one psum.
     """
     partial = [isinstance(op.place, Partial) for op in operands]
     keep = [False] * len(operands)

@@ -34,7 +34,6 @@ class OpContext:
 
     @property
     def where(self) -> str:
-        """The op and its source line, for messages."""
         return where(self.node)
 
     @property
@@ -42,17 +41,14 @@ class OpContext:
         return self.decision.choice
 
     def splits(self, factor: str) -> bool:
-        """Whether the op is sharded on that factor of its rule."""
         return self.choice is not None and self.choice.factor == factor
 
     def result(self, index: int = 0) -> Aval:
-        """Shape, dtype and device of a result that is a tensor."""
         found = self.results[index]
         assert found is not None, f"{self.where}: result {index} is not a tensor"
         return found
 
     def local_result_shape(self, index: int = 0) -> list[int]:
-        """Shape of a rank's shard of a result."""
         return list(shard_shape(self.result(index).shape, self.decision.results[index], self.parts))
 
     def run(self, *args: Argument, **kwargs: Argument) -> torch.Tensor:

@@ -111,7 +111,6 @@ def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
 
 
 def all_whole_text(node: fx.Node) -> str:
-    """Write a rule in which no dim may be sharded."""
     return batched_text(*(len(info(operand).aval.shape) for operand in tensor_operands(node)))(node)
 
 

@@ -140,7 +140,6 @@ class Schedule:
         return f"{self.title()}\n{table(self)}"
 
     def title(self) -> str:
-        """Return the name and the sizes as one line."""
         chains = f" in {self.chains} chains" if self.chains > 1 else ""
         sizes = (count(self.stages, "stage"), count(self.ranks, "rank"), count(self.microbatches, "microbatch", "es"))
         return "{}: {}{} on {}, {}".format(self.name, sizes[0], chains, *sizes[1:])

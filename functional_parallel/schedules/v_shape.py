@@ -106,7 +106,6 @@ def _holes(plan: _Plan, kinds: tuple[str, ...]) -> list[int]:
 
 
 def _items(plans: list[_Plan]) -> list[tuple[int, int, int, int]]:
-    """Return every action as (time, rank, index of its kind, microbatch), sorted by time."""
     return sorted(
         (time, r, _KINDS.index(kind), m)
         for r, plan in enumerate(plans)

@@ -39,12 +39,10 @@ def compare(
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Default relative difference that values of a floating-point dtype may have."""
     return _TOLERANCE.get(dtype, 0.0)
 
 
 def _rounding(tree: PyTree) -> float:
-    """Rounding error allowed for the largest finite value in a tree; 0 if nothing is rounded."""
     leaves = (as_real(leaf.detach()) for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     sizes = ((leaf[leaf.isfinite()].abs(), leaf.dtype) for leaf in leaves if leaf.is_floating_point())
     precise = torch.finfo(torch.float32).eps  # the rounding of a narrower dtype would hide real differences

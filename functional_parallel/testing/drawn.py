@@ -166,7 +166,6 @@ def _index_ranges(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> dict
 
 
 def _range(node: fx.Node) -> _Range | None:
-    """Return the values of a node that all its users accept; None if they are unknown."""
     users = [user for user in node.users if user.target not in _ANY]
     return _common(_range(user) if _moves(user) else _accepted(user, node) for user in users)
 
@@ -178,7 +177,6 @@ def _moves(user: fx.Node) -> bool:
 
 
 def _accepted(user: fx.Node, index: fx.Node) -> _Range | None:
-    """Return the indices that a lookup or a loss accepts; None for any other op."""
     target, args = user.target, user.args
     if target in (cross_entropy, aten.nll_loss_forward.default) and args[0] is not index and args[1] is index:
         return _Range(0, _shape(args[0])[-1], args[4])

@@ -210,7 +210,6 @@ def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyT
 
 
 def _narrowest(nodes: Iterable[fx.Node], leaf: PyTree) -> torch.dtype:
-    """Return the least precise floating-point dtype of values and of a result."""
     avals = [aval for node in nodes for aval in optree.tree_leaves(info(node).val)]
     types = {each.dtype for each in (*avals, leaf) if isinstance(each, (Aval, torch.Tensor))}
     floating = (dtype for dtype in types if dtype.is_floating_point)

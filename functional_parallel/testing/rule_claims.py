@@ -91,7 +91,6 @@ def spec_of(layout: Shard | str | None, axis: str) -> P:
 
 
 def _of_factors(rule: RuleText, avals: Sequence[Aval], parts: DimSplit) -> Iterator[Case]:
-    """Split all operands along a factor; if possible, also inside an outer block of two."""
     fits = _fits(rule, avals)
     sizes = _sizes(rule, avals)
     for factor, size in factors_of(rule, avals).items():
@@ -105,7 +104,6 @@ def _of_factors(rule: RuleText, avals: Sequence[Aval], parts: DimSplit) -> Itera
 
 
 def _of_marks(rule: RuleText, avals: Sequence[Aval]) -> Iterator[Case]:
-    """Give operands as partial sums if the rule marks them as linear."""
     marks = [pattern.linear for pattern in rule.operands]
     together = [index for index, mark in enumerate(marks) if mark == "&"]
     groups = [[index] for index, mark in enumerate(marks) if mark == "~"] + ([together] if together else [])

@@ -37,7 +37,6 @@ class StorageTracker(_torch.TorchDispatchMode):
         return result
 
     def hold(self, tree: PyTree) -> None:
-        """Count the tensors of a tree."""
         for leaf in optree.tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, _torch.FakeTensor)):
                 storage = leaf.untyped_storage()

@@ -123,7 +123,6 @@ def _difference(key: Key, last: Key) -> str:
 
 
 def _text(look: LeafSignature) -> str:
-    """Describe the signature of a leaf: dtype and shape of a tensor, else its value."""
     if isinstance(look, TensorSignature):
         return f"{str(look.dtype).removeprefix('torch.')}{list(look.shape)}"
     return str(look)

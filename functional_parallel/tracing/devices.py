@@ -88,7 +88,6 @@ def _new_tensor(
 
 
 def require_one_device(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> None:
-    """Raise `TracingError` that names two operands of an op on different devices, if there are any."""
     tensors = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     found = sorted(devices_of(tensors).items(), key=lambda each: each[0].type == "cpu")
     if len(found) < 2:
@@ -111,7 +110,6 @@ def devices_of(tensors: Iterable[Any]) -> dict[torch.device, Any]:
 
 
 def _named(recording: Writer | None, x: torch.Tensor) -> str:
-    """Return the path of an argument, the name of a closed-over tensor, or the op that computed the operand."""
     while recording is not None:
         node = recording.value(x)
         while node is not None and node.target in VIEWS:

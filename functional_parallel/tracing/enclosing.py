@@ -41,9 +41,8 @@ class CapturedTensors:
             return result
         one = next(leaf for leaf in optree.tree_leaves((args, kwargs)) if id(leaf) in self.tensors)
         raise TracingError(
-            f"{current_source() or 'the function'}: it closes over a tensor that a torch.func transform around it is "
-            f"differentiating or mapping (shape {tuple(one.shape)}), which would be a constant here; pass it as an "
-            "argument"
+            f"{current_source() or 'the function'}: it closes over a tensor of shape {tuple(one.shape)} that a "
+            "torch.func transform around it differentiates or maps. It would be a constant; pass it as an argument"
         )
 
 

@@ -41,9 +41,8 @@ def intercept(
     """Register a replacement for a torch function in forward traces.
 
     Args:
-        function: the torch function.
-        always: replace it in all traces, also under derivatives. The replacement may return
-            NotImplemented, which leaves the call to the others.
+        always: replace it in all traces, also under derivatives. If the replacement returns NotImplemented, the other
+            replacements are tried.
         inside: replace it where a forward itself takes derivatives, instead of elsewhere in the forward.
         same_strides: the results have the strides of the function's results. Results of other replacements have
             unknown strides (see `memory_layout`).

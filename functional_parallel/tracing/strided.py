@@ -108,8 +108,7 @@ class _Memory:
         if not inside:
             raise MemoryLayoutError(
                 f"{current_source() or 'the function'}: as_strided({tuple(size)}, {tuple(stride)}) reads memory from "
-                f"{self.start} to {last}, outside of its tensor's {self.elements.numel()} elements; take it of the "
-                "tensor that the memory belongs to, or index that"
+                f"{self.start} to {last}, outside of its tensor's {self.elements.numel()} elements; call it on its base"
             )
 
     def _check_nested(self) -> None:
@@ -117,9 +116,8 @@ class _Memory:
         for extent, step in reversed(list(zip(self.elements.shape, self.strides, strict=True))):
             if extent > 1 and step < reach:
                 raise MemoryLayoutError(
-                    f"{current_source() or 'the function'}: as_strided of a tensor of interleaved elements: strides "
-                    f"{self.strides} for shape {tuple(self.elements.shape)}; take it of the tensor that the memory "
-                    "belongs to"
+                    f"{current_source() or 'the function'}: as_strided of interleaved elements, with strides "
+                    f"{self.strides} and shape {tuple(self.elements.shape)}; call it on the base of this view"
                 )
             reach += step * (extent - 1)  # the elements of the inner dims are below
 

@@ -68,7 +68,6 @@ class Writer(_torch.TorchDispatchMode):
             self.bind(tensor, node)
 
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Declare that this tensor object is the value of `node`."""
         key = id(tensor)
         self._nodes[key] = node
         self.layouts.bind(tensor, node)

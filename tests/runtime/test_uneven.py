@@ -167,7 +167,7 @@ def test_training_is_that_of_one_rank_with_all_samples(real: list[dict[str, Any]
     ("shapes", [f"{ZERO} takes step 1 on 0: float32[4, 3]; {ONE} takes step 1 on 0: float32[3, 3]. With batch='own'"]),
     ("steps", [f"{ZERO} takes step 2 on 0: float32[4, 3]; {ONE} reads the state of step 2. With batch='own'"]),
     ("leaving early", [f"{ZERO} takes step 2 on 0: float32[2]; {ONE} reads the state of step 2."]),
-    ("other rows", [f"{ZERO} begins fp.even_batches(rows=2); {ONE} begins fp.even_batches(rows=3). Every rank goes"]),
+    ("other rows", [f"{ZERO} begins fp.even_batches(rows=2); {ONE} begins fp.even_batches(rows=3). Every rank must"]),
 ])  # fmt: skip
 def test_ranks_out_of_step_are_told_at_once(out_of_step: list[dict[str, Any]], what: str, ranks: list[str]) -> None:
     """Also ranks whose program has run before, and who would have gone into its collectives alone."""
