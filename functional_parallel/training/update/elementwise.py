@@ -94,7 +94,8 @@ def _drawn(params: PyTree, generator: torch.Generator) -> PyTree:
     def leaf(param: PyTree) -> PyTree:
         if not isinstance(param, torch.Tensor):
             return param
-        device = torch.device("cpu") if param.is_meta else param.device
+        on_host = param.is_meta or _torch.is_missing(param.device.type)
+        device = torch.device("cpu") if on_host else param.device
         shape, kind = _small(param.shape), torch.complex128 if param.is_complex() else torch.float64
         values = torch.randn(shape, generator=generator, dtype=kind, device="cpu")
         return values.to(device, param.dtype) if is_trained(param) else torch.zeros_like(values, dtype=param.dtype)
