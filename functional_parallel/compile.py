@@ -122,8 +122,9 @@ def shard_map(
         out_specs: specs of the results.
 
     Returns:
-        A function of full tensors. torch.func's transforms apply to it. It can be called in the function of a plan or
-        in another body, over axes that are not split there. Such a call slices its arguments and gathers its results.
+        A function of full tensors. torch.func's transforms apply to it. It can be called in the function of a plan,
+        where the transforms enter the body along the axes of its specs and partition it along the others. In another
+        body, or along axes that no transform splits, the call slices its arguments and gathers its results.
 
     Raises:
         LayoutError: when specs or mesh are missing.

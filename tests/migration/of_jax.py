@@ -103,6 +103,12 @@ ROWS = [
         "Types are always checked.",
     ),
     Row(
+        'jax.jit(lambda w, x: jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())(x * w))',
+        'lambda w, x: fp.shard_map(lambda x: fp.psum(x.sum(0), "data"), mesh, P("data"), P())(x * w)',
+        lambda f: close(fp.compile(fp.data_parallel("data")(f), DATA)(torch.full((4,), 2.0), x), (x * 2).sum(0)),
+        "In a model, under a plan that splits the axis. Along other axes the plan partitions the body.",
+    ),
+    Row(
         'jax.pmap(f, axis_name="data")',
         'fp.vmap(lambda x: fp.psum(x, "data"), axis_name="data")',
         lambda f: close(f(BODY), BODY.sum(0).expand(4, 4)),
