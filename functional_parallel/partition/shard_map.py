@@ -119,7 +119,8 @@ class _Call:
                 try:
                     traced = trace(body, avals, types=types, forward_only=True, on_node=typing, is_local_body=True)
                 except UnboundAxisError as error:
-                    raise UnboundAxisError(f"{raising_source(error)}: {error}") from error
+                    way_out = f"name the axis in the specs of {self.name}"
+                    raise UnboundAxisError(f"{raising_source(error)}: {error}, or {way_out}") from error
                 specs = self._checked(traced, found["result"], [*current_axes()])
         operands, captured = list(self.operands), traced.captured
         operands += [Border(info(node).aval, P(), type_of(node)) for node in traced.captured_inputs]

@@ -417,7 +417,9 @@ def test_a_wrong_body_is_refused_at_its_call() -> None:
 def test_an_axis_that_the_specs_do_not_name_is_the_plans() -> None:
     region = fp.shard_map(lambda x: fp.psum(x, "data"), Mesh(data=2, ctx=2), P("ctx"), P("ctx"))
     step = fp.compile(fp.data_parallel("data")(lambda w, x: region(x)), Mesh(data=2, ctx=2))
-    with pytest.raises(UnboundAxisError, match="Write the function globally with respect to 'data'"):
+    with pytest.raises(
+        UnboundAxisError, match="globally with respect to 'data', or name the axis in the specs of <lambda>"
+    ):
         step(torch.ones(()), torch.ones(4))
 
 
