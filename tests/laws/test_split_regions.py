@@ -117,7 +117,7 @@ def assert_near(found: Any, wanted: Any) -> None:
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("region", "name"), list(itertools.product(REGIONS, PLANS)))
 def test_in_a_plan(region: str, name: str) -> None:
-    args = drawn()
+    args = drawn(2 if name in ("tensor", "again", "pipeline") else 1)
     step = fp.compile(fp.grad_and_value(PLANS[name](REGIONS[region])), MESH)
     assert_near(step(*args), torch.func.grad_and_value(PLAIN)(*args))
     counts = step.program.counts()
@@ -222,7 +222,7 @@ def each_row(f: Loss) -> Loss:
     return lambda w, x: torch.func.vmap(f, (None, 0))(w, torch.stack([x, x + 1])).sum()
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     st.sampled_from(BODIES),
     st.sampled_from([value, gradient, second, direction, each_row]),
