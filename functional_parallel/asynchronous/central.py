@@ -15,8 +15,6 @@ from .messages import Message, Node
 
 @dataclass(frozen=True)
 class Central(Node):
-    """Node of a parameter server."""
-
     working: Mapping[int, int]  # version of the weights of each rank that is at work
     pending: tuple[Message, ...] = ()  # pushes that wait for an update
 

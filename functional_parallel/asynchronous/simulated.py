@@ -33,7 +33,6 @@ def stepped(
 
 
 def dropped_rank(state: AsyncState, rank: int, clock: Clock) -> AsyncState:
-    """Return the state after the death of a rank."""
     if rank not in state.work:
         raise ValueError(f"rank {rank} does not take part; ranks {sorted(state.work)} do")
     kept: dict[str, Any] = {

@@ -31,8 +31,6 @@ from .worker import Computation
 
 @dataclass(frozen=True)
 class Method:
-    """How ranks exchange."""
-
     name: str  # the call that made it, for messages
     staleness: int
     server: int | None  # None if the server rotates

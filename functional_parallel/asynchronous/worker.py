@@ -22,8 +22,6 @@ _ALONE = Mesh(asynchronous_rank=1)
 
 @dataclass(frozen=True)
 class Work:
-    """State of a rank's training loop."""
-
     params: PyTree
     version: int  # number of updates before these weights
     begun: PyTree  # the weights that the last exchange returned

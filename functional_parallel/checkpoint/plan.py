@@ -32,8 +32,6 @@ class WriteItem(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Box of a leaf in a file."""
-
     rank: int  # that wrote it
     number: int  # of the file
     box: Box

@@ -185,9 +185,8 @@ class PreparedStep:
             self._has_refused = True
             raise SideEffectError(
                 f"prepare: values were written into {', '.join(late)} of {type(self._module).__name__}, which had the "
-                f"values of an earlier step, not of step {self.state.step}: call step.module() first, which writes the "
-                "current ones into the module, and write then. To continue from a saved state, use "
-                "step.state = step.train.load(…) or step.train.restore(…)"
+                f"values of an earlier step, not of step {self.state.step}: call step.module() before you write. To "
+                "continue from a saved state, use step.state = step.train.load(…) or step.train.restore(…)"
             )
         for name, value in written.items():
             for kind in ("dtype", "shape", "device"):

@@ -22,8 +22,6 @@ _TAKEN = 1
 
 
 class Signals(Protocol):
-    """Signals between ranks, and the wait for them."""
-
     doing: CallLog
 
     def refuse(self, rank: int, mark: int) -> None: ...

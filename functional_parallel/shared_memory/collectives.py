@@ -120,11 +120,9 @@ class _Chunk:
 
     @property
     def begin(self) -> int:
-        """Offset of the piece in a tensor, in elements."""
         return 0 if self._where is None else self._where.start
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this piece of a tensor with the shape of the sent ones."""
         return x if self._where is None else x.view(-1)[self._where]
 
     def read(self, rank: int, index: int) -> Tensor:

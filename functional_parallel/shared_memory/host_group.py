@@ -34,13 +34,11 @@ class HostGroup:
 
     @property
     def shares_all(self) -> bool:
-        """Whether all ranks of the group share memory."""
         return self.memory is not None and self.hosts == 1
 
     # --- messages to single ranks, received in the order in which they were sent ---
 
     def send(self, x: Tensor, to: int) -> Waitable:
-        """Start to send contiguous bytes. They must not change until the returned handle is waited for."""
         channels = self._channels(x, to)
         if channels is None:
             return self._messages.send(x, to)

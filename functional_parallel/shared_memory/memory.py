@@ -130,13 +130,11 @@ class SharedMemory:
         self._send(self._peers, number, _WHENEVER)
 
     def announce(self) -> None:
-        """Announce to all others that this rank waits for them elsewhere."""
         if self._notices < _MOST_NOTICES:
             self._notices += 1
             self._send(self._peers, 0, self.doing.mark)
 
     def tell(self, rank: int, note: int) -> None:
-        """Send a positive number to the channels of one rank."""
         self._send((rank,), -note, self.doing.mark)
 
     def _send(self, ranks: Iterable[int], number: int, mark: int) -> None:
@@ -236,7 +234,6 @@ class SharedMemory:
             self._grown = size
 
     def _turn(self) -> _Half:
-        """Continue in the other half, once it is free."""
         old, new = self._halves
         old.leave(self.next_number())
         for running, slot in new.running:
@@ -278,7 +275,6 @@ class _Signal:
 
 
 def anonymous_memory(size: int) -> int:
-    """Return a file descriptor of memory without a name in the file system."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("functional_parallel")
     else:

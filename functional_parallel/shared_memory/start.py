@@ -42,7 +42,6 @@ def all_reduce(memory: SharedMemory, x: Operand, *, overwrite: bool, layout: Buc
 def reduce_scatter(
     memory: SharedMemory, x: Operand, dim: int, *, overwrite: bool, layout: BucketLayout | None
 ) -> Started:
-    """Sum over the ranks and return this rank's chunk along a dim."""
     operand = _resolved(x)
     if isinstance(operand, LazyBucket):
         result = operand.empty(operand.shape.numel() // memory.size)

@@ -100,7 +100,6 @@ class DirectOutputs:
         self._parts[rank] = [part for part in self._parts[rank] if not part.is_at(begins.get(part.begin))]
 
     def write(self, rank: int, begin: int, values: Tensor) -> None:
-        """Write flat elements of a rank's run, starting at `begin`."""
         for part in self._parts[rank]:
             part.write(begin, values)
 

@@ -45,8 +45,6 @@ _KINDS: dict[str | tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {  # de
 
 
 class Problems(list[str]):
-    """Problems of a configuration."""
-
     def add(self, path: str, reason: str) -> None:
         self.append(f"{path}: {reason}")
 

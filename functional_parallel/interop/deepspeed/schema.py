@@ -197,13 +197,11 @@ CHANGED: dict[str, tuple[str, Any]] = {
 
 
 def defaults(version: str) -> dict[str, Any]:
-    """Return the defaults of a release of DeepSpeed, by path."""
     own = {path: old for path, (since, old) in CHANGED.items() if release(version) < release(since)}
     return {path: own.get(path, key.default) for path, key in KEYS.items()}
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version such as "0.19.6"."""
     try:
         return tuple(int(part) for part in str(version).split("+")[0].split(".")[:3])
     except ValueError:

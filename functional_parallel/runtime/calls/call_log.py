@@ -18,6 +18,10 @@ from .waits import CURRENT
 
 READS = "reads a value that lies in parts"
 _COUNT_FROM, _KIND_FROM = 32, 12  # bits of a mark: from the top the call count, the kind of call, its values
+SAME_CALLS = (
+    "Every process must make the same calls, also train.params and train.whole: look for one under `if rank == 0`, for "
+    "a step more, or a batch of another shape, on one rank"
+)
 _MANY = 1_000  # largest number of remembered descriptions
 
 
@@ -63,16 +67,13 @@ class CallLog:
         if other >> _KIND_FROM == self.mark >> _KIND_FROM:
             raise CallMismatchError(
                 f"the ranks were given different batches: {self._me} {self._name(self.mark)}, and {who} does with "
-                "other values. Every process takes the whole batch: seed loaders alike, with torch.manual_seed(0) "
-                "before the first draw, and let no rank draw more random numbers than another; or use "
-                "train_step(batch='own') for shards that each rank loads itself"
+                "other values. Every process takes the whole batch: call torch.manual_seed(0) before the first draw, "
+                "and draw alike on every rank; or use train_step(batch='own') for shards that each rank loads itself"
             )
         raise CallMismatchError(
             f"the ranks are doing different things: {self._me} {self._name(self.mark)}, {who} {self._name(other)}. "
-            "Every process must make the same calls in the same order, and train.params, train.whole and every "
-            "compiled function are calls that all take part in: look for one under `if rank == 0`, for a step more, or "
-            "a batch of another shape, on one rank, and for models in a set, which each process goes through in its "
-            "own order. Where a call failed on one rank, all begin again from what was saved"
+            f"{SAME_CALLS}, and for loops over a set. Where a call failed on one rank, all begin again from what was "
+            "saved"
         )
 
     def _name(self, mark: int) -> str:

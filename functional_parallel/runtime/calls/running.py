@@ -41,7 +41,6 @@ class PendingCollective:
         return result.contiguous() if isinstance(result, Tensor) else result
 
     def tensor(self) -> Tensor:
-        """Wait and return the result of a collective without a layout."""
         result: Tensor = self.wait()
         return result
 

@@ -36,8 +36,6 @@ class Lost(NamedTuple):
 
 
 class Current:
-    """The state of this process."""
-
     def __init__(self) -> None:
         self.calls: deque[str] = deque(maxlen=_REMEMBERED)  # descriptions, the newest last
         self.count = self.waits = 0  # calls, over all meshes, and waits so far
@@ -89,7 +87,6 @@ def rank_name(mesh: Mesh, rank: int) -> str:
 
 
 def rank_names(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """Return the names of several ranks, at most eight."""
     more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
     return ", ".join(rank_name(mesh, rank) for rank in ranks[:_MOST_NAMES]) + more
 
@@ -167,8 +164,6 @@ def _call() -> str:
 
 
 class Operand(Protocol):
-    """Operand of a collective, as messages describe it."""
-
     @property
     def shape(self) -> torch.Size: ...
     @property
@@ -176,8 +171,6 @@ class Operand(Protocol):
 
 
 class CollectiveWait(NamedWait):
-    """A wait for the result of a collective."""
-
     __slots__ = ("_axes", "_dtype", "_operation", "_shape")
 
     def __init__(

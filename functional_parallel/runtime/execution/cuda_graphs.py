@@ -134,7 +134,6 @@ class _Graph:
         self._has_run = False
 
     def holds(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether the donated tensors are the buffers."""
         return all(_is_at(leaves[index], self.buffers[index]) for index in self._donated)
 
     def is_free(self) -> bool:
@@ -142,13 +141,11 @@ class _Graph:
         return not self._replaced or self.buffers[self._replaced[0].input].data_ptr() not in _handed_out
 
     def take(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy the inputs into the buffers."""
         for buffer, x in zip(self.buffers, leaves, strict=True):
             if not _is_at(x, buffer):
                 buffer.copy_(x)
 
     def run(self) -> list[Any]:
-        """Run the function on the buffers, and return its results."""
         if self._has_run and self._launch is None:
             self._record()
         if self._launch is None or not all([fill() for fill in self._fills]):

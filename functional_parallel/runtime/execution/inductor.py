@@ -22,7 +22,6 @@ _regions: WeakValueDictionary[str, CompiledRegion] = WeakValueDictionary()
 
 
 def check_backend(name: str) -> None:
-    """Raise `ValueError` if `name` is not a backend."""
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r}: write one of {', '.join(map(repr, BACKENDS))}")
 

@@ -50,8 +50,6 @@ _KERNELS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convoluti
 
 @dataclass
 class RegionProgram:
-    """A program with compiled regions."""
-
     traced: Traced  # in execution order; a region is one op with several results
     # per op that writes into its operands, the ops that must have read them before
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)

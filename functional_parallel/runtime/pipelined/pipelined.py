@@ -166,7 +166,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return results
 
     def replay(self, program: PipelineProgram, placed: Sequence[PipelineValue]) -> Origin | None:
-        """Run a pipeline op by op, and return an op that computed a non-finite value, if any."""
         log = Log()
         run = partial(self.base.run_recorded, log)
         if self.carrier is None:

@@ -49,7 +49,6 @@ class PointToPoint:
         return buffers
 
     def finish(self) -> None:
-        """Wait until all sends are complete."""
         for work, _, name in self._sent:
             self._wait(work, name, time.monotonic())
         self._sent.clear()

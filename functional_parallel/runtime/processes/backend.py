@@ -21,8 +21,6 @@ Result = TypeVar("Result")
 
 
 class TorchCollectives:
-    """Collectives by the backend of a mesh's process groups."""
-
     def __init__(self, groups: MeshGroups, doing: CallLog) -> None:
         self._groups, self._doing = groups, doing
 

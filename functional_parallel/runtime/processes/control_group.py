@@ -62,7 +62,6 @@ class ControlGroup:
         raise CallMismatchError(f"{me}: the ranks are about to do different things: {told}. {otherwise}".rstrip())
 
     def exchange(self, value: Value, purpose: str) -> list[Value]:
-        """Exchange one object per rank, of any type that can be pickled."""
         with self._turn:
             return self._exchange(value, purpose)
 

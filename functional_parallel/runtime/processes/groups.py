@@ -110,8 +110,6 @@ class _Answer:
 
 
 class MeshGroups:
-    """This rank's groups, by axes."""
-
     def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: CallLog) -> None:
         self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
         self._groups = _make_groups(mesh, rank, timeout)

@@ -195,7 +195,6 @@ class ProcessCommunicator:
         return result
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype, axes: Axes) -> Tensor:
-        """Return memory to receive a value that this rank knows only by its shape."""
         is_nccl = self._groups.over(axes).backend == "nccl"
         return torch.empty(shape, dtype=dtype, device="cuda" if is_nccl else "cpu")
 
@@ -233,7 +232,6 @@ class ProcessCommunicator:
 
 
 def require_as_many(mesh: Mesh) -> None:
-    """Raise `ValueError` unless there are as many processes as ranks of the mesh."""
     if dist.get_world_size() != mesh.size:
         raise ValueError(
             f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "

@@ -79,7 +79,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return self._meeting.exchange(value, purpose)
 
     def algorithms(self, *axes: str) -> str:
-        """Return the way of collectives over these axes. All ranks must call this."""
         return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
 
     @property
@@ -95,7 +94,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     @property
     def calls(self) -> int:
-        """Number of calls that this rank has made. It is equal on all ranks."""
         return self.carrier.doing.count
 
     # --- handles ---
@@ -104,7 +102,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return self._placed(x, spec, torch.Tensor.to)
 
     def _placed(self, x: torch.Tensor, spec: P, move: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Return this rank's shard, in separate memory of its device."""
         part = shard_leaf(x, spec, self.mesh, self.rank)
         if part.is_meta:  # another rank holds it
             return part
@@ -114,7 +111,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return placed.clone(memory_format=torch.contiguous_format)
 
     def own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return a shard that this rank was given, on this rank's device."""
         return to_device(x, self.device)
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
@@ -192,7 +188,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return result
 
     def replay(self, program: Program, handles: list[torch.Tensor]) -> Origin | None:
-        """Run a program op by op like `run`, a collective. Return the same op on every rank."""
         self.agree_on(program)
         log = Log()
         with self.turn, self.carrier.bound():
@@ -212,7 +207,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return min((found for found in every if found is not None), key=lambda origin: origin.order, default=None)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program on full tensors, the same on every rank."""
         self.agree_on(program)
         self.agree_on_inputs(program, tensors)
         with self.carrier.bound():
@@ -280,8 +274,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
             raise InputMismatchError(
                 f"{name} takes whole tensors, the same on every rank, but ranks passed different {told}. "
                 "Where they are drawn, seed alike: call torch.manual_seed(0) before the first draw, on every rank. For "
-                "shards that each rank loads itself use train_step(batch='own'); of a checkpoint every rank loads the "
-                "whole file"
+                "shards of its own use train_step(batch='own'); of a checkpoint every rank loads the whole file"
             )
         axes = [axis for axis in self.mesh.axis_names if axis not in parts[wrong[0]].axes]
         raise InputMismatchError(
@@ -298,8 +291,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
             warnings.warn(
                 f"{name}(batch='own'): all ranks passed equal {', '.join(paths[index] for index in split[:8])}, which "
                 f"count as {max(ranks)} shards of a batch, each sample {max(ranks)} times. Pass each rank's own "
-                "samples, as fp.Sampler reads them, or the full batch with batch='global', which train_step, "
-                "train.compile and prepare's eval take",
+                "samples, as fp.Sampler reads them, or the full batch to train_step(batch='global')",
                 UserWarning,
                 stacklevel=5,
             )
@@ -360,9 +352,8 @@ def _initialise(timeout: float, mesh: Mesh) -> None:
         told = launch.variables | {variable: str(os.environ.get(variable))}
         raise CollectiveError(
             f"rank {rank} on {socket.gethostname()}: the processes did not find each other, with "
-            f"{', '.join(f'{name}={value}' for name, value in told.items())}. Start all {size}; on "
-            f"several hosts set {variable} on each to the network interface by which the others reach it, as eth0: the "
-            f"host's name alone may lead to 127.0.0.1. torch says: {error}"
+            f"{', '.join(f'{name}={value}' for name, value in told.items())}. Start all {size}; on several hosts "
+            f"set {variable} on each to the network interface that the others reach, as eth0. torch says: {error}"
         ) from error
     _keep(watch)
     atexit.register(_let_go_at_exit, weakref.ref(dist.group.WORLD), os.getpid())
@@ -392,7 +383,6 @@ def _barrier_failed(barrier: dist.Work) -> Callable[[], bool]:
 
 
 def _keep(watch: Watch | None) -> None:
-    """Watch until the process group is destroyed."""
     _watched[:] = [weakref.ref(dist.group.WORLD)]
     if watch is not None:
         weakref.finalize(dist.group.WORLD, watch.leave).atexit = False

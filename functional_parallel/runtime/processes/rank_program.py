@@ -84,7 +84,6 @@ class RankProgram:
         return [node.args[0]]
 
     def start(self, node: fx.Node, name: str) -> Callable[..., PendingCollective]:
-        """Return the function that starts a collective."""
         return functools.partial(
             self.carrier.start,
             name,
@@ -95,7 +94,6 @@ class RankProgram:
         )
 
     def _slice(self, node: fx.Node, writer: Writer) -> str:
-        """Return code that slices this rank's shard from a replicated value."""
         whole, axes, dim = node.args
         length = info(node).aval.shape[dim]
         begin = length * self.carrier.axis_index(tuple(axes))

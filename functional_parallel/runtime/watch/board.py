@@ -10,15 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..calls import Lost
+from ..calls import SAME_CALLS, Lost
 
 _OUT_OF_STEP = ("CallMismatchError", "ReentrantCallError")
 _GRACE = 3.0  # seconds for which a rank waits on a rank that is gone: its message may be in flight
-ADVICE = (
-    "Every process must make the same calls in the same order, and train.params, train.whole and every compiled "
-    "function are calls that all take part in: look for one under `if rank == 0`, for a step more, or a batch of "
-    "another shape, on one rank"
-)
 
 
 @dataclass
@@ -32,8 +27,6 @@ class _Rank:
 
 
 class Board:
-    """The state of all ranks."""
-
     def __init__(self, size: int) -> None:
         self._ranks = [_Rank() for _ in range(size)]
 
@@ -94,7 +87,7 @@ def after_leaving(rank: int, calls: int, waits: str) -> str:
     """Return the reason for a wait on a rank whose program has ended."""
     return (
         f"rank <{rank}> has let the processes go after its call {calls}, at the end of its program or by "
-        f"destroy_process_group, and {waits}. {ADVICE}"
+        f"destroy_process_group, and {waits}. {SAME_CALLS}"
     )
 
 
@@ -107,7 +100,7 @@ def _mismatch(one: dict[str, Any], other: dict[str, Any]) -> Lost | None:
     first = f" Their calls differ from call {number} on: {one['me']} {calls[number]}, {other['me']} {others[number]}."
     if number == max(one["count"], other["count"]):
         first = ""
-    text = f"the ranks are doing different things: {_says(one)}; {_says(other)}.{first} {ADVICE}"
+    text = f"the ranks are doing different things: {_says(one)}; {_says(other)}.{first} {SAME_CALLS}"
     return Lost(text, out_of_step=True)
 
 

@@ -42,7 +42,6 @@ def recorded() -> Iterator[None]:
 
 
 def shut_down() -> None:
-    """Shut down all recorded connections that are still open."""
     made = dict(_made)
     _made.clear()
     for descriptor, inode in made.items():

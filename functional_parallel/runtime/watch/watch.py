@@ -65,7 +65,6 @@ class Watch:
     # --- for the other threads of this process ---
 
     def wake(self) -> None:
-        """Make the thread check now."""
         with suppress(OSError):
             self._waker.send(b"!")
 
