@@ -19,15 +19,15 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Peers:
-    """Processes of a run. `rank` is this process, `ranks` are its ranks of the mesh. Every process calls `exchange`."""
+    """The processes of a run."""
 
-    rank: int
+    rank: int  # of this process
     size: int
-    ranks: Sequence[int]
-    exchange: Callable[[Any, str], list[Any]]
-    store: Store | None
-    missing: Callable[[], str]
-    timeout: float
+    ranks: Sequence[int]  # of the mesh, in this process
+    exchange: Callable[[Any, str], list[Any]]  # returns the values of all processes, which all call it
+    store: Store | None  # that all processes reach; None for one process
+    missing: Callable[[], str]  # returns text on a process that died, else ""
+    timeout: float  # seconds that a process waits for the others
 
     def agree(self, problem: str, doing: str) -> None:
         """Exchange problems, and raise on every process if one has any."""

@@ -198,24 +198,14 @@ class _Work:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Plan of reading a checkpoint into other layouts.
+    """Plan of reading a checkpoint into other layouts."""
 
-    Args:
-        saved: the plan that wrote the checkpoint.
-        leaves: pairs of a leaf as it is wanted and as it was saved.
-        mesh: the mesh of the run that restores.
-    """
-
-    saved: SavePlan
-    leaves: tuple[tuple[LeafLayout, LeafLayout], ...]
-    mesh: Mesh
+    saved: SavePlan  # that wrote the checkpoint
+    leaves: tuple[tuple[LeafLayout, LeafLayout], ...]  # as they are wanted, and as they were saved
+    mesh: Mesh  # of the run that restores
 
     def rank(self, rank: int) -> Iterator[ReadItem]:
-        """Yield what a rank reads.
-
-        Raises:
-            DamagedCheckpointError: if saved boxes do not cover a leaf exactly once.
-        """
+        """Yield what a rank reads. Saved boxes must cover a leaf exactly once."""
         coordinates = self.mesh.coordinates(rank)
         for leaf, saved in self.leaves:
             for piece in leaf.pieces:

@@ -37,12 +37,12 @@ _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two reads of the store
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint. `shard` returns the held tensor of an index and a rank of this process."""
+    """Contents of a checkpoint."""
 
     plan: SavePlan
-    shard: Callable[[int, int], torch.Tensor]
-    numbers: dict[str, bool | int | float]
-    body: dict[str, Any]
+    shard: Callable[[int, int], torch.Tensor]  # returns the held tensor of an index and a rank of this process
+    numbers: dict[str, bool | int | float]  # leaves that are Python numbers, by kind and key
+    body: dict[str, Any]  # the rest of `checkpoint.json`
 
     def tensors(self, rank: int) -> Tensors:
         return lambda item: (part.view(self.shard(part.held, rank)) for part in item.parts)
@@ -173,7 +173,7 @@ def begin_save(
     copies: Copies | None = None,
     disk: Disk | None = None,
 ) -> Save:
-    """Begin a save: lock the folder, and create a temporary folder. Every process calls it.
+    """Begin a save: take the folder of the run's checkpoints, and create a temporary one. Every process calls it.
 
     With `copies`, this process's boxes are copied now, so that later steps may change the state.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..program import MEMORY_KINDS, Memory, columns, draw, readable_bytes, said_shared
+from ..program import MEMORY_KINDS, Memory, columns, draw, extra_memory, readable_bytes
 
 PIPELINE_KINDS = (*MEMORY_KINDS, "messages")
 
@@ -67,7 +67,7 @@ class PipelineMemory:
             f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, rank {number} of {self.axis!r}"
         ]
         lines += columns(rows, right=tuple(range(len(kinds) + 2)))
-        lines += [said] if (said := said_shared(self.shared)) else []
+        lines += [said] if (said := extra_memory.current().note(self.shared)) else []
         lines += [f"the largest on rank {number}, {fullest.ops[fullest.at]}"]
         lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}".rstrip() for size, what, where in self.largest]
         return "\n".join(lines)

@@ -17,7 +17,7 @@ from .explain import Explanation, columns, parse_bytes, readable_bytes
 from .extra_memory import ExtraMemory
 from .hardware import HARDWARE, Hardware, Line, hardware_of
 from .host import HostOp, require_capturable
-from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, kind_of_input, memory_of, said_shared
+from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, kind_of_input, memory_of
 from .overlap import STARTED, one_scatter_at_a_time, overlapped
 from .pass_table import UNCUT, Intermediate, PassTable
 from .price import Item, Price, price_of

@@ -20,6 +20,10 @@ class ExtraMemory:
         """Return the maximum of bytes for the messages of a step to one rank, of these sizes."""
         return 0
 
+    def note(self, size: int) -> str:
+        """Return a line about this many bytes for the table of a program's memory; empty if there are none."""
+        return ""
+
 
 _used = [ExtraMemory()]
 

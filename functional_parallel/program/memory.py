@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from ..ir import Traced, info, operands_of, primitive_name
+from . import extra_memory
 from .aliasing import mutated_operands, view_base
 from .explain import readable_bytes
 
@@ -42,8 +43,8 @@ class Memory:
         ops: name and source line of each op.
         alive: at the peak, the bytes of each kind.
         largest: at the peak, the largest values: bytes, description, source line.
-        shared: maximum of shared memory, in bytes, that the rank uses in addition. With gloo, processes of one host
-            send through it. Simulated ranks, and ranks with nccl or mpi, have none.
+        shared: maximum of memory, in bytes, that the transport of collectives uses in addition, as `extra_memory`
+            predicts it. Simulated ranks, and ranks with nccl or mpi, use none.
         copied: bytes of the inputs and results that a CUDA graph holds a copy of, of those in `curve`. The graph keeps
             the memory of the peak between steps.
     """
@@ -81,7 +82,7 @@ class Memory:
     def __str__(self) -> str:
         lines = [f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, at {self.ops[self.at]}"]
         lines += [f"  {kind:15}  {readable_bytes(size):>10}" for kind, size in self.alive.items() if size]
-        lines += [said] if (said := said_shared(self.shared)) else []
+        lines += [said] if (said := extra_memory.current().note(self.shared)) else []
         lines += [f"of these, {readable_bytes(self.copied)} of copies for a CUDA graph"] if self.copied else []
         lines += ["the largest of them"]
         lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}" for size, what, where in self.largest]
@@ -90,11 +91,6 @@ class Memory:
     def plot(self, path: str | Path) -> None:
         """Draw the curve. It needs matplotlib."""
         draw(path, self.name, {"": self.curve}, self.peak, "op")
-
-
-def said_shared(size: int) -> str:
-    """Return a line on shared memory; empty if there is none."""
-    return f"and at most {readable_bytes(size)} of shared memory, if the ranks are processes with gloo" if size else ""
 
 
 def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak: int, unit: str) -> None:

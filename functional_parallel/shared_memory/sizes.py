@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from sharding_specs import Mesh
 
-from ..program import OWNED, Collective, ExtraMemory
+from ..program import OWNED, Collective, ExtraMemory, readable_bytes
 from ..runtime import GATHERED
 from .slots import HALF, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
 
@@ -39,6 +39,10 @@ class SharedMemorySizes(ExtraMemory):
     def of_messages(self, sizes: Iterable[int]) -> int:
         """Return the maximum of shared memory for a step's messages to one rank, all in flight at the same time."""
         return min(ROOM, sum(aligned(size) for size in sizes if size <= LARGEST))
+
+    def note(self, size: int) -> str:
+        text = f"and at most {readable_bytes(size)} of shared memory, if the ranks are processes with gloo"
+        return text if size else ""
 
 
 def _slot(one: Collective, ranks: int) -> int:

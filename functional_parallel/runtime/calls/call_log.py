@@ -26,7 +26,7 @@ _MANY = 1_000  # largest number of remembered descriptions
 
 
 class CallListener(Protocol):
-    """Listener that announces this rank's current call to ranks that wait in shared memory."""
+    """Listener that announces this rank's current call to ranks that wait for it elsewhere."""
 
     def announce(self) -> None: ...
 

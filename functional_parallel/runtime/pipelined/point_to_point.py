@@ -88,7 +88,7 @@ class PointToPoint:
     def _post_each(self, values: Sequence[torch.Tensor], rank: int, name: Send | int) -> None:
         for value in values:
             buffer = as_bytes(value)
-            with _MessageWait(self.carrier, self.axis, name).noted(kinds=_KINDS):  # for free space in shared memory
+            with _MessageWait(self.carrier, self.axis, name).noted(kinds=_KINDS):  # for free space
                 work = self._messages.send(buffer, rank)
             if work is not COMPLETED:
                 self._sent.append((work, buffer, name))
