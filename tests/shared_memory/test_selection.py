@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from functional_parallel.runtime import ALGORITHM_VARIABLE, ProcessRuntime, communicator
@@ -51,7 +52,9 @@ def choices(rank: int, hosts: str) -> dict[str, Any]:
             found["shared"] = shared.algorithms("data")
         except ValueError as error:
             found["shared"] = str(error)
-    return {**found, "off": ProcessRuntime(mesh, algorithm="backend").algorithms("data")}
+    found["off"] = ProcessRuntime(mesh, algorithm="backend").algorithms("data")
+    dist.barrier()  # a rank that ends now would close connections that others still make
+    return found
 
 
 @contextmanager
