@@ -16,9 +16,9 @@ from .collectives import check_callable
 from .errors import LayoutError
 from .functions import LocalFunction, PyTree, SpecTree, bind_positional, explain_keywords, layout_of, require_mesh
 from .ir import current_source, leaf_signature, with_short_tracebacks
-from .lowering import Lowered, Options, lower, per_argument
+from .lowering import Lowered, lower, per_argument
 from .partition import call_shard_map
-from .passes import pass_names
+from .passes import Options, pass_names
 from .pipelines import PipelineProgram, Stacks, stacks_of
 from .program import Explanation, PassTable, Program
 from .runtime import check_backend, moved_to, refuse_asynchronous, runtime_of

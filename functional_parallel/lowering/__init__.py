@@ -1,5 +1,4 @@
 """Lower a function on shards to a program: trace, type, check, split into microbatches and run the passes."""
 
 from .leftovers import traced_in
-from .lower import UNCHECKED, ArgumentPaths, Lowered, lower, lowering, per_argument
-from .rewrite import Options
+from .lower import UNCHECKED, ArgumentPaths, Lowered, lower, lower_uncut, per_argument

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -13,15 +13,15 @@ import torch
 from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 
 from ..checker import Typing, is_zero, mismatch, record_input_specs, type_of, type_of_spec, warn_of_equal_copies
-from ..collectives import DimSplit, State, Type, bind
+from ..collectives import State, Type, bind
 from ..errors import BackendError, LayoutError, OutSpecError
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, filled, layout_of, specs_per_leaf, with_keywords
-from ..ir import Traced, forget_rewrites, forget_values, hollow, info, refuse_abstract, simplify, update_info
+from ..ir import Traced, forget_rewrites, hollow, info, refuse_abstract, update_info
 from ..ops import refuse_idle
-from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
+from ..passes import Options, Settings, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram, pipeline_of
-from ..program import Intermediate, Program, label_traffic, require_capturable
-from ..requests import owners_of
+from ..program import Program, Watch, keep_phases, label_traffic, require_capturable
+from ..requests import owners_of, requested_passes
 from ..tracing import (
     Assumption,
     LayoutRead,
@@ -34,8 +34,9 @@ from ..tracing import (
 )
 from .constants import check_static_leaves
 from .leftovers import traced_in
-from .rewrite import Options, rewrite
+from .rewrite import Rewrite
 
+_DEFAULTS = Options()
 _V, _I, _U, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.OWNED
 
 T = TypeVar("T")
@@ -89,28 +90,59 @@ def lower(
     specs: tuple[SpecTree, SpecTree] | None = None,
     *,
     name: str,
-    options: Options = Options(),
+    options: Options = _DEFAULTS,
     paths: ArgumentPaths = ArgumentPaths(),
+    watch: Watch | None = None,
 ) -> Lowered:
     """Trace a function on shards, type its values, check the layouts of its results and run its passes.
 
     `f` is a local function, or a bare function on shards with `specs` for its arguments and results. Only the shapes
-    and dtypes of `args` are used.
+    and dtypes of `args` are used. `watch` is told of the program after each pass.
     """
-    return finished(lowering(f, mesh, args, specs, name=name, options=options, paths=paths))
+    step = _trace_step(f, mesh, args, specs, name, options, paths)
+    rewritten = Rewrite(step.settings, pipeline_of(layout_of(f)), watch).run(step.program)
+    rewritten.notes += step.notes
+    rewritten.requests = tuple(map(str, layout_of(f).requests))
+    for part in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
+        forget_rewrites(part.traced.graph)
+    if isinstance(rewritten, Program) and rewritten.is_captured:
+        require_capturable(name, rewritten.traced)
+    return step.lowered(rewritten)
 
 
-def lowering(
+def lower_uncut(f: Callable[..., PyTree], mesh: Mesh, args: tuple[PyTree, ...], name: str) -> tuple[Program, Settings]:
+    """Lower a local function up to the cut into the stages of its pipeline."""
+    step = _trace_step(f, mesh, args, None, name, _DEFAULTS, ArgumentPaths())
+    Rewrite(step.settings, pipeline_of(layout_of(f))).on_step(step.program)
+    return step.program, step.settings
+
+
+@dataclass
+class _TracedStep:
+    """Traced and typed function, before its passes."""
+
+    program: Program
+    settings: Settings
+    flat: _Flat
+    assumptions: list[Assumption]
+    notes: tuple[str, ...]
+    why: str  # why it cannot run
+    layout_reads: dict[int, tuple[LayoutRead, str]]
+
+    def lowered(self, program: Program | PipelineProgram) -> Lowered:
+        flat = self.flat
+        return Lowered(program, flat.out_tree, flat.outputs, self.assumptions, self.layout_reads, self.why)
+
+
+def _trace_step(
     f: Callable[..., PyTree],
     mesh: Mesh,
     args: tuple[PyTree, ...],
-    specs: tuple[SpecTree, SpecTree] | None = None,
-    *,
+    specs: tuple[SpecTree, SpecTree] | None,
     name: str,
-    options: Options = Options(),
-    paths: ArgumentPaths = ArgumentPaths(),
-) -> Generator[Intermediate, None, Lowered]:
-    """Lower a function like `lower`, and yield the program after each pass."""
+    options: Options,
+    paths: ArgumentPaths,
+) -> _TracedStep:
     check_static_leaves(args, f"{name}, arguments")
     layout = layout_of(f)
     wide = layout.mesh(mesh)
@@ -131,13 +163,17 @@ def lowering(
             if isinstance(f, LocalFunction)
             else per_argument(in_specs, args, name)
         )
-        parts = microbatch_splits(args, full, wide, layout.virtual_sizes(mesh))
+        splits = microbatch_splits(args, full, wide, layout.virtual_sizes(mesh))
+        pipeline = pipeline_of(layout)
+        virtual = None if pipeline is None else pipeline.virtual
+        settings = Settings(wide, splits, virtual, requested_passes(layout), options)
         flat = _Flat(f, args, full, out_specs, name)
-        traced, types, assumptions = _traced(flat, mesh, parts, layout)
+        traced, types, assumptions = _traced(flat, mesh, settings, layout)
     why = valueless(traced)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
     _mark_inputs(traced, flat, paths, options.donate)
     label_traffic(traced)
+    keep_phases(traced)
     shapes = optree.tree_map(hollow, args)
     program = Program(
         traced,
@@ -148,19 +184,11 @@ def lowering(
         out_paths=flat.out_paths,
         name=name,
         backend=options.backend,
-        lowering=functools.partial(lowering, f, mesh, shapes, specs, name=name, options=options, paths=paths),
+        lowering=functools.partial(lower, f, mesh, shapes, specs, name=name, options=options, paths=paths),
     )
     if out_specs is not UNCHECKED:
         _check_results(program, types, layout.axes if isinstance(f, LocalFunction) else wide.axis_names)
-    notes = _untrained(traced)
-    rewritten = yield from rewrite(program, layout, parts, options)
-    rewritten.notes += notes
-    rewritten.requests = tuple(map(str, layout.requests))
-    for part in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
-        forget_rewrites(part.traced.graph)
-    if isinstance(rewritten, Program) and rewritten.is_captured:
-        require_capturable(name, rewritten.traced)
-    return Lowered(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads, why)
+    return _TracedStep(program, settings, flat, assumptions, _untrained(traced), why, layout_reads)
 
 
 class _Flat:
@@ -209,10 +237,8 @@ def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
     return [values[index] for index in chosen]
 
 
-def _traced(
-    flat: _Flat, mesh: Mesh, parts: Mapping[str, DimSplit], layout: Layout
-) -> tuple[Traced, list[Type], list[Assumption]]:
-    wide, pipeline = layout.mesh(mesh), pipeline_of(layout)
+def _traced(flat: _Flat, mesh: Mesh, settings: Settings, layout: Layout) -> tuple[Traced, list[Type], list[Assumption]]:
+    wide, splits = settings.mesh, settings.splits
 
     def checked(*values: torch.Tensor) -> list[torch.Tensor]:
         results = flat(*values)
@@ -221,18 +247,16 @@ def _traced(
             refuse_idle(layout.axes, mesh, transforms)
         return results
 
-    avals = [shard_aval(leaf, spec, wide, parts) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
+    avals = [shard_aval(leaf, spec, wide, splits) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
     types = [type_of_spec(spec) for spec in flat.in_specs]
     with (
-        bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}),
+        bind(wide.shape, None, {axis: each.samples for axis, each in splits.items()}),
         collect_assumptions() as assumptions,
     ):
         assume(autocast_dtypes)
         traced = trace(checked, avals, types=types, on_node=Typing(wide.shape), paths=flat.in_paths)
     warn_of_equal_copies(traced, wide.shape)
-    held = [type_of(output) for output in traced.outputs]
-    kept = () if pipeline is None else (pipeline.virtual,)  # its sums mark the end of the pipeline
-    return simplify(drop_size_one_axes(forget_values(traced), wide, kept=kept)), held, assumptions
+    return traced, [type_of(output) for output in traced.outputs], assumptions
 
 
 _DERIVATIVES = {"grad", "grad_and_value", "hessian", "vmap"}  # described in a layout, but not transforms of a plan

@@ -11,15 +11,36 @@ tests for this would depend on the machine. Narrower dtypes are fused: one round
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
 
+from sharding_specs import Mesh
+
 from ..collectives import State
 from ..ir import Aval, AxisSet, Traced, axes_of_nodes, in_main_memory, info
+from .base import Phase, ProgramPass, Scope, Settings
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AddedProducts(ProgramPass):
+    """Write matrix products into the sums that they are added to."""
+
+    name: ClassVar[str] = "in place"
+    phase: ClassVar[Phase] = Phase.IN_PLACE
+    scope: ClassVar[Scope] = Scope.STAGE
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        return [cls()] if settings.options.donate or settings.pipelined is not None else []
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        fuse_matmul_accumulate(traced)
 
 
 def fuse_matmul_accumulate(traced: Traced) -> bool:

@@ -1,94 +1,140 @@
-"""Base class of passes, and functions that run several passes."""
+"""Base class of passes, and the programs that a pass rewrites."""
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable
-from enum import IntEnum
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from abc import ABC
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import ClassVar, NamedTuple
 
 from torch import fx
 
 from sharding_specs import Mesh
 
+from ..collectives import DimSplit
 from ..ir import Traced
-
-T = TypeVar("T")
+from ..program import Memory, Program, Watch
+from .options import Options
 
 
 class Phase(IntEnum):
     """Phase in which a pass runs, in ascending order. Passes of one phase run in the order of `passes.table`."""
 
-    PREPARE = -2  # sums over ranks and microbatches get their order
-    TYPES = -1  # casts and sums get their types; the last phase before microbatches are unrolled or stages are cut
-    RECOMPUTE = 0  # values are not saved but recomputed in the backward
-    GATHERS = 1  # gathers of parameters get their positions
-    SUMS = 2  # sums of gradients get their positions, and cheap values are recomputed
-    BUCKETS = 3  # collectives are merged
-    IN_PLACE = 4  # updates are written in place
+    PREPARE = 0  # the graph is simplified; sums over ranks and microbatches get their order
+    TYPES = 1  # casts and sums get their types
+    CUT = 2  # microbatches are unrolled, or the step is brought into the form that is cut into stages
+    RECOMPUTE = 3  # values are not saved but recomputed in the backward
+    RESIDUALS = 4  # values that are saved for the backward are stored in another form
+    GATHERS = 5  # gathers of parameters get their positions
+    SUMS = 6  # sums of gradients get their positions, and cheap values are recomputed
+    BUCKETS = 7  # collectives are merged
+    MOVES = 8  # values move between memories
+    IN_PLACE = 9  # updates and sums are written in place, and views are fused
+    WIRE = 10  # collectives get the format in which they send
+
+
+class Scope(Enum):
+    """Programs that a pass runs on. Without a pipeline there is one program, and every pass runs on it."""
+
+    STEP = "step"  # the whole step; in a pipeline before it is cut
+    STAGED = "staged step"  # the whole step, when each op has its stage
+    STAGE = "stage"  # each program after the cut: of the stages, before them and after them
+    PAIR = "pair"  # the programs of a stage's forward and backward together
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Facts about a step that its passes read: what a user and the transforms requested, and the virtual axes."""
+
+    mesh: Mesh  # with the virtual axes
+    splits: Mapping[str, DimSplit] = field(default_factory=dict)  # of the batch, by virtual axis
+    pipelined: str | None = None  # the virtual axis of the microbatches that a pipeline runs
+    requested: tuple[ProgramPass, ...] = ()
+    options: Options = field(default_factory=Options)
+
+    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
+        """Return the values that do not depend on the microbatch, but are recomputed for each microbatch."""
+        return {node for each in self.requested for node in each.per_microbatch(traced)}
+
+
+class Completed(NamedTuple):
+    """Result of a trial: memory of each rank of the pipeline (one without), and the values that it saves."""
+
+    memories: tuple[Memory, ...]
+    saved: tuple[Collection[fx.Node], ...]
+    in_flight: tuple[int, ...]  # number of microbatches whose values a rank saves at the same time
+
+
+@dataclass(frozen=True)
+class StagedOps:
+    """Stages of the ops of a step that will be cut."""
+
+    of: Mapping[fx.Node, int]
+    backward: Collection[fx.Node]
+    is_held: Callable[[fx.Node], bool]  # whether a value is in memory for the entire step
+    is_repeated: Callable[[fx.Node], bool]  # whether each program that needs a value computes it
+
+
+class RunningSum(NamedTuple):
+    """Sum over microbatches: the program with the first summand, and those that add to it, each with the output."""
+
+    first: tuple[Program, int]
+    adding: tuple[tuple[Program, int], ...]
+
+
+@dataclass
+class Unit:
+    """Programs that a pass rewrites at once: one, or those of a pipeline stage, the forward first."""
+
+    programs: Sequence[Program]
+    settings: Settings
+    staged: StagedOps | None = None
+    sums: Sequence[RunningSum] = ()
+    rest: Callable[[Program], None] = lambda program: None  # runs the later passes of the step on a copy
+    complete: Callable[[Program], Completed] | None = None  # runs all later passes on a copy
+
+    @property
+    def program(self) -> Program:
+        return self.programs[0]
 
 
 class ProgramPass(ABC):
-    """A rewrite of a program's graph, in place."""
+    """A rewrite of a program, in place. A pass overrides `run`, or `rewrite` if it needs more than the graph."""
 
     name: ClassVar[str]  # in `program.passes` and in `without=`
     phase: ClassVar[Phase]
+    scope: ClassVar[Scope] = Scope.STEP
+    is_implied: ClassVar[bool] = False  # whether it runs on every program
+    is_required: ClassVar[bool] = False  # whether programs cannot run without it, so that `without=` refuses its name
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        """Passes of this class that run without a request."""
+        return [cls()] if cls.is_implied else []
 
     def per_microbatch(self, traced: Traced) -> Collection[fx.Node]:
         """Values that do not depend on the microbatch, but are recomputed for each microbatch."""
         return ()
 
-    @abstractmethod
-    def run(self, traced: Traced, mesh: Mesh) -> None: ...
+    def rewrite(self, unit: Unit) -> str | None:
+        """Rewrite the programs of a unit in place. Return a note for `explain`."""
+        for program in unit.programs:
+            self.run(program.traced, program.mesh)
+        return None
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        """Rewrite one graph in place."""
+        raise NotImplementedError(f"{type(self).__name__} overrides neither run nor rewrite")
 
 
-@runtime_checkable
-class LookaheadPass(Protocol):
-    """A pass that depends on the effect of the later passes."""
-
-    def run_before(self, traced: Traced, mesh: Mesh, rest: Callable[[Traced], None]) -> str | None:
-        """Rewrite the graph in place; `rest` runs the later passes on a graph. Return a note for `explain`."""
-        ...
-
-
-def pass_names(without: str | Collection[str]) -> frozenset[str]:
-    """Return a set of pass names; a single name may be given as a string.
-
-    >>> pass_names("buckets") == pass_names(["buckets"])
-    True
-    """
-    return frozenset([without] if isinstance(without, str) else without)
-
-
-def finished(steps: Generator[object, None, T]) -> T:
-    """Run a generator to its end and return its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
-def run_passes(
-    passes: Iterable[ProgramPass], traced: Traced, mesh: Mesh, without: Collection[str]
-) -> Generator[str, None, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Run passes in order, except those in `without`; yield each name after it ran. Return names and notes."""
-    chosen = {each: None for each in passes if each.name not in without}
-    ordered = list(chosen)
-    notes = []
-    for index, each in enumerate(ordered):
-        if isinstance(each, LookaheadPass):
-            notes.append(each.run_before(traced, mesh, functools.partial(_run, ordered[index + 1 :], mesh)))
-        else:
-            each.run(traced, mesh)
-        traced.seal()
-        yield each.name
-    return tuple(each.name for each in ordered), tuple(note for note in notes if note)
-
-
-def _run(passes: Iterable[ProgramPass], mesh: Mesh, traced: Traced) -> None:
-    for each in passes:
-        each.run(traced, mesh)
-        traced.seal()
+def run_pass(each: ProgramPass, unit: Unit, watch: Watch | None = None) -> None:
+    """Run a pass on a unit, and tell `watch` of each program that it rewrote."""
+    note = each.rewrite(unit)
+    for program in unit.programs:
+        program.traced.seal()
+        program.passes = tuple(dict.fromkeys((*program.passes, each.name)))
+        if watch is not None:
+            watch(each.name, program, unit.settings.mesh)
+    if note:
+        unit.program.notes += (note,)

@@ -8,7 +8,7 @@ to overlap with it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from sharding_specs import Mesh
 from ..collectives import Type
 from ..ir import REARRANGEMENTS, Args, Aval, NodeInfo, Traced, info, operands_of, primitive_name, update_info
 from ..ops import PACK, UNPACK
-from .base import Phase, ProgramPass
+from .base import Phase, ProgramPass, Scope, Settings
 from .gathers import layer_of_gather
 
 aten = torch.ops.aten
@@ -39,6 +39,11 @@ class Buckets(ProgramPass):
     size: int | str = "auto"
     name: ClassVar[str] = "buckets"
     phase: ClassVar[Phase] = Phase.BUCKETS
+    scope: ClassVar[Scope] = Scope.STAGE
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        return [] if settings.options.bucket is None else [cls(settings.options.bucket)]
 
     def __post_init__(self) -> None:
         if self.size != "auto" and not (isinstance(self.size, int) and self.size > 0):

@@ -10,12 +10,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from sharding_specs import Mesh
-
 from ..errors import BudgetError
-from ..ir import Traced
 from ..program import Memory, memory_of, readable_bytes
-from .base import Phase, ProgramPass
+from .base import Phase, ProgramPass, Unit
 from .recompute import insert_recompute
 from .remat_options import RematOption, remat_options
 
@@ -43,24 +40,22 @@ class RematToBudget(ProgramPass):
     name: ClassVar[str] = "remat"
     phase: ClassVar[Phase] = Phase.RECOMPUTE
 
-    def run(self, traced: Traced, mesh: Mesh) -> None:
-        self.run_before(traced, mesh, lambda _: None)
-
-    def run_before(self, traced: Traced, mesh: Mesh, rest: Callable[[Traced], None]) -> str:
-        finished, copies = traced.copy()
-        rest(finished)
-        plain = memory_of("", finished)
+    def rewrite(self, unit: Unit) -> str:
+        traced, mesh = unit.program.traced, unit.program.mesh
+        finished, copies = unit.program.copy()
+        unit.rest(finished)
+        plain = memory_of("", finished.traced)
         if plain.peak <= self.budget:
             return f"{self}: nothing is computed again, at most {readable_bytes(plain.peak)} are alive"
-        rungs = remat_options(traced, finished, copies, mesh, self.where)
+        rungs = remat_options(traced, finished.traced, copies, mesh, self.where)
 
         @functools.cache
         def memory(count: int) -> Memory:
-            trial, copies = traced.copy()
-            insert_recompute(trial, {copies[node] for node in _dropped(rungs[: count + 1])})
-            trial.seal()
-            rest(trial)
-            return memory_of("", trial)
+            trial, copies = unit.program.copy()
+            insert_recompute(trial.traced, {copies[node] for node in _dropped(rungs[: count + 1])})
+            trial.traced.seal()
+            unit.rest(trial)
+            return memory_of("", trial.traced)
 
         reached = self._reached(rungs, lambda count: memory(count).peak)
         if memory(reached).peak > self.budget:

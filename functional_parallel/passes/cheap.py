@@ -17,11 +17,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from sharding_specs import Mesh
-
-from ..ir import Traced, in_main_memory, info, operands_of
+from ..ir import Traced, in_main_memory, info, operands_of, update_info
 from ..program import Storage, StorageTable, view_base
-from .base import Phase, ProgramPass
+from .base import Phase, ProgramPass, Scope, StagedOps, Unit
 from .recompute import forward_nodes, insert_recompute
 
 aten = torch.ops.aten
@@ -41,9 +39,14 @@ class RecomputeCheap(ProgramPass):
 
     name: ClassVar[str] = "cheap ops again"
     phase: ClassVar[Phase] = Phase.SUMS  # the positions of gathers and the saved gathered values are settled
+    scope: ClassVar[Scope] = Scope.STAGED
+    is_implied: ClassVar[bool] = True
 
-    def run(self, traced: Traced, mesh: Mesh) -> None:
-        CheapValues(traced).drop()
+    def rewrite(self, unit: Unit) -> None:
+        traced = unit.program.traced
+        values = CheapValues(traced) if unit.staged is None else _CheapInStages(traced, unit.staged)
+        for copy in values.drop():
+            update_info(copy, is_cheap_copy=True)
 
 
 class CheapValues:
@@ -132,6 +135,36 @@ class CheapValues:
         spans, always = self.ledger.spans, (-1, len(self.number))
         lives = (spans.get(storage, always) for storage in self.ledger.storages[value])
         return self.number.get(value, -1) < when and all(last >= when for _, last in lives)
+
+
+class _CheapInStages(CheapValues):
+    """Cheap values that only the backward of their own stage reads, with operands that this backward reads anyway."""
+
+    def __init__(self, traced: Traced, staged: StagedOps) -> None:
+        super().__init__(traced)
+        self.staged, self.stage = staged, staged.of
+        self.taken = {
+            (self.stage[node], storage)
+            for node in self.number
+            if node in self.stage and node in staged.backward
+            for operand in operands_of(node)
+            for storage in self.ledger.storages[operand]
+        }
+
+    def may_drop(self, node: fx.Node) -> bool:
+        users = (user for s in self.ledger.made_by(node) for user in self.users(s) if info(user).backward)
+        return (
+            super().may_drop(node)
+            and node in self.stage
+            and all(self.stage.get(user) == self.stage[node] for user in users)
+        )
+
+    def is_there(self, value: fx.Node, taker: fx.Node, when: int) -> bool:
+        own, staged = self.stage[taker], self.staged
+        if value in staged.backward and (self.number[value] >= when or self.stage.get(value, own) != own):
+            return False
+        storages = self.ledger.storages[value]
+        return all(staged.is_held(s[0]) or ((own, s) in self.taken and not staged.is_repeated(s[0])) for s in storages)
 
 
 def _is_cheap(node: fx.Node) -> bool:

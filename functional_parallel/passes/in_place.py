@@ -1,7 +1,5 @@
 """Let optimizer updates overwrite their operands, all parameters in one call, if no op reads the old values.
 
-Matrix products are also written into the sums that they are added to (`added_products.py`).
-
 A training step whose state is donated (`train_step(donate=True)`) may change it. That saves memory, copies of new
 parameters and moments, and one kernel call per parameter. Parameters with updated shards that are gathered from all
 ranks (ZeRO stages 1 and 2) are gathered into the old parameters.
@@ -10,7 +8,7 @@ ranks (ZeRO stages 1 and 2) are gathered into the old parameters.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,8 +19,7 @@ from sharding_specs import Mesh
 from ..ir import Traced, info, operands_of, primitive_name
 from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, UNPACK, UNPACK_INTO
 from ..program import aliases_of, shares_memory, storage_root
-from .added_products import fuse_matmul_accumulate
-from .base import Phase, ProgramPass
+from .base import Phase, ProgramPass, Scope, Settings
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,15 @@ class InPlaceUpdates(ProgramPass):
 
     name: ClassVar[str] = "in place"
     phase: ClassVar[Phase] = Phase.IN_PLACE
+    scope: ClassVar[Scope] = Scope.STAGE
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        return [cls()] if settings.options.donate else []
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
+        if not any(info(node).donated for node in traced.inputs):
+            return
         position = {node: index for index, node in enumerate(traced.nodes)}
         open_: dict[Hashable, list[fx.Node]] = {}
         for node in list(position):
@@ -44,7 +48,6 @@ class InPlaceUpdates(ProgramPass):
         for group in open_.values():
             _merge(traced, group, before=traced.graph.output_node())
         _unpack_into_old(traced)
-        fuse_matmul_accumulate(traced)
 
 
 def _asks_for(node: fx.Node, group: list[fx.Node]) -> bool:

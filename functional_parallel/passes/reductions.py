@@ -14,7 +14,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name
-from .base import Phase, ProgramPass
+from .base import Phase, ProgramPass, Scope
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class EarlyReductions(ProgramPass):
 
     name: ClassVar[str] = "reductions"
     phase: ClassVar[Phase] = Phase.SUMS
+    scope: ClassVar[Scope] = Scope.STAGE
+    is_implied: ClassVar[bool] = True
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         first = list(traced.inputs)  # followed by the sums of inputs that are gradients

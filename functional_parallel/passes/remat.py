@@ -63,6 +63,7 @@ class RecomputeMarked(ProgramPass):
 
     name: ClassVar[str] = "recompute"
     phase: ClassVar[Phase] = Phase.RECOMPUTE
+    is_implied: ClassVar[bool] = True
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         forward = forward_nodes(traced)

@@ -8,14 +8,18 @@ and splitting the sum into layers yields the original gradients.
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from ..ir import Traced, info, primitive_name
+from sharding_specs import Mesh
+
+from ..ir import Traced, info, primitive_name, simplify
+from .base import Phase, ProgramPass, Settings
 
 aten = torch.ops.aten
 
@@ -26,6 +30,22 @@ class _Zero(Enum):
 
 _ZERO = _Zero.ZERO
 _UNARY = {aten._to_copy.default, aten.alias.default, aten.detach.default, aten.neg.default}
+
+
+@dataclass(frozen=True)
+class SeparateLayers(ProgramPass):
+    """Let ops read and compute the layers of stacked values one by one."""
+
+    name: ClassVar[str] = "layers"
+    phase: ClassVar[Phase] = Phase.CUT
+    is_required: ClassVar[bool] = True
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        return [] if settings.pipelined is None else [cls()]
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        simplify(fold_layers(traced))
 
 
 def fold_layers(traced: Traced) -> Traced:

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from .base import Phase, ProgramPass
+from .added_products import AddedProducts
+from .base import ProgramPass, Settings
 from .buckets import Buckets
 from .budget import RematToBudget
 from .casts import CastBeforeGather, WidenedAndNarrowed
 from .cheap import RecomputeCheap
 from .gathers import GatherPlacement
 from .in_place import InPlaceUpdates
+from .microbatches.one_microbatch import SumsOfOneMicrobatch
+from .microbatches.sequential import SequentialMicrobatches
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
+from .microbatches.unroll import UnrollMicrobatches
 from .reduce_types import ReduceDtype
 from .reductions import EarlyReductions
 from .remat import RecomputeMarked, Remat
+from .running_sums import RunningSums
 from .shards_first import ReduceScatterFirst
+from .simplified import Simplified
+from .stacked_layers import SeparateLayers
 from .transposed import TransposedGradients
+from .trivial import AxesOfOneRank
+from .views import FusedViews
 
 PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or option that requests it
+    (AxesOfOneRank, "every program"),
+    (Simplified, "every program"),
     (ReduceOncePerStep, "microbatches"),
     (ReduceScatterFirst, "several data axes"),
     (CastBeforeGather, "`mixed_precision`"),
     (ReduceDtype, "`mixed_precision`"),
     (WidenedAndNarrowed, "`mixed_precision`"),
     (ReducePerMicrobatch, '`accumulate(reduce="each")`'),
+    (UnrollMicrobatches, "`accumulate`"),
+    (SumsOfOneMicrobatch, "`pipeline(microbatches=1)`"),
+    (SeparateLayers, "`pipeline`"),
+    (SequentialMicrobatches, "`pipeline`"),
     (RecomputeMarked, "every program"),
     (Remat, "`remat`"),
     (RematToBudget, "`remat(budget=…)`"),
@@ -34,17 +47,33 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (RecomputeCheap, "every program"),
     (Buckets, "`bucket=`"),
     (InPlaceUpdates, "donated state"),
+    (RunningSums, "`pipeline`"),
+    (AddedProducts, "donated state, `pipeline`"),
+    (FusedViews, "every program"),
 )
-PASS_NAMES = frozenset(each.name for each, _ in PASSES)
 _POSITION = {each: number for number, (each, _) in enumerate(PASSES)}
 
 
-def sorted_passes(passes: Iterable[ProgramPass]) -> list[ProgramPass]:
-    """Return passes in the order of the table; a pass that is missing from it is the last of its phase."""
-    return sorted(passes, key=lambda each: (each.phase, _POSITION.get(type(each), len(PASSES))))
+def passes_of(settings: Settings) -> list[ProgramPass]:
+    """Return the passes of a step in order: those of every step, and the requested ones, except those left out.
+
+    A requested pass that is missing from the table is the last of its phase.
+
+    Raises:
+        ValueError: if the options leave out a pass that does not exist, or that programs need.
+    """
+    implied = [each for kind, _ in PASSES for each in kind.implied(settings)]
+    chosen = dict.fromkeys([*implied, *settings.requested])
+    _require_optional(settings)
+    kept = [each for each in chosen if each.name not in settings.options.without]
+    return sorted(kept, key=lambda each: (each.phase, _POSITION.get(type(each), len(PASSES))))
 
 
-def split_at(phase: Phase, passes: Iterable[ProgramPass]) -> tuple[list[ProgramPass], list[ProgramPass]]:
-    """Return the passes that run before a phase, and the others."""
-    given = list(passes)
-    return [each for each in given if each.phase < phase], [each for each in given if each.phase >= phase]
+def _require_optional(settings: Settings) -> None:
+    kinds: list[type[ProgramPass]] = [*(kind for kind, _ in PASSES), *map(type, settings.requested)]
+    optional = sorted({kind.name for kind in kinds if not kind.is_required})
+    unknown = sorted(settings.options.without.difference(optional))
+    if unknown:
+        raise ValueError(
+            f"without={unknown}: no passes that can be left out; these can: {', '.join(map(repr, optional))}"
+        )

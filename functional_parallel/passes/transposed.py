@@ -27,6 +27,7 @@ class TransposedGradients(ProgramPass):
 
     name: ClassVar[str] = "turned"
     phase: ClassVar[Phase] = Phase.GATHERS
+    is_implied: ClassVar[bool] = True
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):

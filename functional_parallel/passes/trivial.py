@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -10,15 +11,26 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name
+from .base import Phase, ProgramPass, Unit
 
 _REDUCTIONS = ("psum", "pmax", "pmin")
 
 
-def drop_size_one_axes(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced:
-    """Remove every collective and cast over axes of one rank, in place. Its result is its operand, an index is zero.
+@dataclass(frozen=True)
+class AxesOfOneRank(ProgramPass):
+    """Remove collectives and casts over axes of one rank: the result is the operand, an index is zero."""
 
-    Sums and extrema over axes of `kept` stay nevertheless.
-    """
+    name: ClassVar[str] = "axes of one rank"
+    phase: ClassVar[Phase] = Phase.PREPARE
+    is_implied: ClassVar[bool] = True
+    is_required: ClassVar[bool] = True
+
+    def rewrite(self, unit: Unit) -> None:
+        _drop(unit.program.traced, unit.settings.mesh, unit.settings.pipelined)
+
+
+def _drop(traced: Traced, mesh: Mesh, pipelined: str | None) -> None:
+    """Remove collectives in place, except sums over the microbatches of a pipeline, which mark its end."""
     for node in list(traced.nodes):
         name = primitive_name(node)
         if name is None or name == "ppermute":  # a ppermute that sends nothing returns zeros
@@ -28,7 +40,7 @@ def drop_size_one_axes(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> 
             continue
         if mesh.axis_size(node.args[1]) > 1:
             continue
-        if name in _REDUCTIONS and any(axis in kept for axis in node.args[1]):
+        if name in _REDUCTIONS and pipelined in node.args[1]:
             continue
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
@@ -36,8 +48,6 @@ def drop_size_one_axes(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> 
             node.target, node.args = torch.ops.aten.alias.default, (operand,)
         else:
             traced.replace(node, operand)
-    traced.seal()
-    return traced
 
 
 def _drop_index(node: fx.Node, mesh: Mesh) -> None:

@@ -7,11 +7,15 @@ a dim of size one. Any arrangement takes at most one op. A view of a view is a v
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
 
+from sharding_specs import Mesh
+
 from ..ir import RESHAPES, UNIT_DIMS, Traced, info
+from .base import Phase, ProgramPass, Scope
 
 aten = torch.ops.aten
 
@@ -22,6 +26,19 @@ class _Arrangement:
 
     base: fx.Node
     dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class FusedViews(ProgramPass):
+    """Replace chains of views by one view or none."""
+
+    name: ClassVar[str] = "views"
+    phase: ClassVar[Phase] = Phase.IN_PLACE
+    scope: ClassVar[Scope] = Scope.STAGE
+    is_implied: ClassVar[bool] = True
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        fuse_views(traced)
 
 
 def fuse_views(traced: Traced) -> Traced:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from sharding_specs import Mesh
@@ -13,19 +12,18 @@ from sharding_specs import Mesh
 from ..collectives import DimSplit
 from ..errors import PipelineError
 from ..functions import Layout, Request
-from ..ir import Traced, info, operands_of, primitive_name, reached, set_info, source_of
-from ..passes import CASTS, RecomputeCheap, microbatch_dim, names_axis
+from ..ir import info, operands_of, reached, source_of
+from ..passes import Settings, StagedOps, Unit, microbatch_dim
 from ..program import Program
 from ..schedules import Schedule
 from .assign import assign_stages
-from .cheap import recompute_cheap_in_stages
-from .cut import CutSpec, cut_of
+from .cut import CutSpec, cut_of, finest
 from .epilogue import EpilogueBuilder, EpiloguePlacement
 from .epilogue_graph import EpilogueGraph
 from .extract import Extractor
 from .program import PipelineProgram
 from .prologue import Prologue, PrologueBuilder, PrologueOutput
-from .roles import OpRoles
+from .roles import OpRole, OpRoles
 from .stages import StageBuilder
 from .structure import parts_of_rank, updates_of
 
@@ -64,20 +62,60 @@ def pipeline_of(layout: Layout) -> PipelineRequest | None:
     return layout.last(PipelineRequest)
 
 
-def build(
-    program: Program, plan: PipelineRequest, parts: DimSplit, inlined: set[fx.Node], without: Collection[str] = ()
-) -> Generator[str, None, PipelineProgram]:
-    """Cut a step into a pipeline. Yield the name of each pass over the full step after it.
+@dataclass(frozen=True, eq=False)
+class StagedStep:
+    """Step with the roles of its ops in a pipeline, and the stages of those that belong to one.
 
-    The passes of a program have not been applied to the programs of the pipeline yet. `program` has the shapes of one
-    microbatch, and the axis of microbatches in its specs. `inlined` are values that are recomputed for every
-    microbatch: gathered parameters.
+    The step has the shapes of one microbatch, and the axis of microbatches in its specs.
     """
-    roles = classify_ops(program, plan.virtual, inlined)
-    schedule = plan.on(program.mesh)
-    cut = cut_of(program.traced, roles, plan.cut, schedule.depth, program.mesh)
-    builder = yield from build_stages(program, roles, cut, schedule.depth, without)
-    return _PipelineBuilder(program, plan, parts, roles, builder).result()
+
+    program: Program
+    roles: OpRoles
+    stage: dict[fx.Node, int]
+    count: int  # number of stages
+
+    def unit(self, settings: Settings) -> Unit:
+        """Return the step for passes that read the stages of ops."""
+        staged = StagedOps(self.stage, self.roles.backward, self._is_held, self.roles.is_inline)
+        return Unit([self.program], settings, staged)
+
+    def _is_held(self, maker: fx.Node) -> bool:
+        once = maker.op != "call_function" or self.roles.of[maker] is OpRole.ONCE
+        return once and not self.roles.is_inline(maker)
+
+    def builder(self) -> StageBuilder:
+        """Return a builder of the programs of the stages. Passes may have erased ops, and added copies of ops."""
+        program, roles, stage = self.program, self.roles, self.stage
+        nodes = dict.fromkeys(program.traced.nodes)
+        for copy in [node for node in nodes if node not in roles.of]:
+            roles.of[copy], stage[copy] = OpRole.STAGED, stage[info(copy).forward_node]
+            roles.backward.add(copy)
+            roles.varying.add(copy)
+        for gone in [node for node in roles.of if node not in nodes]:
+            del roles.of[gone]
+            stage.pop(gone, None)
+        extractor = Extractor(program.traced, program.mesh, program.in_specs, roles.is_inline, roles.axis)
+        return StageBuilder(roles, stage, extractor, self.count, program.name)
+
+
+def finest_stages(program: Program, axis: str, inlined: set[fx.Node]) -> StagedStep:
+    """Cut a step into as many stages as possible. `inlined` are values that are computed for every microbatch."""
+    roles = OpRoles(program.traced, axis, program.in_specs, inlined)
+    cut, count = finest(program.traced, roles, program.mesh)
+    return StagedStep(program, roles, assign_stages(program.traced, roles, cut, count - 1), count)
+
+
+def stages_of(program: Program, plan: PipelineRequest, inlined: set[fx.Node]) -> StagedStep:
+    """Cut a step into the stages of a plan. `inlined` are values that are computed for every microbatch."""
+    roles = OpRoles(program.traced, plan.virtual, program.in_specs, inlined)
+    count = plan.on(program.mesh).depth
+    cut = cut_of(program.traced, roles, plan.cut, count, program.mesh)
+    return StagedStep(program, roles, assign_stages(program.traced, roles, cut, count - 1), count)
+
+
+def build(staged: StagedStep, plan: PipelineRequest, parts: DimSplit) -> PipelineProgram:
+    """Build the programs of a pipeline. No pass has run on them."""
+    return _PipelineBuilder(staged.program, plan, parts, staged.roles, staged.builder()).result()
 
 
 class _PipelineBuilder:
@@ -123,7 +161,7 @@ class _PipelineBuilder:
             out_paths=self.program.out_paths,
             name=self.program.name,
             passes=self.program.passes,
-            notes=self._notes(),
+            notes=(*self.program.notes, *self._notes()),
             lowering=self.program.lowering,
         )
         if self.schedule.versions is not None:
@@ -193,61 +231,12 @@ class _PipelineBuilder:
         return {node for node in reached(outside, operands_of) if node.op == "placeholder"}
 
 
-def classify_ops(program: Program, virtual: str, inlined: set[fx.Node]) -> OpRoles:
-    """Return the roles of a step's ops. Ops that only other executions of microbatches need are removed first."""
-    _drop_casts(program.traced, virtual)
-    _sum_one_by_one(program.traced)
-    return OpRoles(program.traced, virtual, program.in_specs, inlined)
-
-
-def build_stages(
-    program: Program, roles: OpRoles, cut: Mapping[fx.Node, int], count: int, without: Collection[str]
-) -> Generator[str, None, StageBuilder]:
-    """Assign ops to stages, recompute cheap values in each stage's backward, and split the graph. Yield pass names."""
-    stage = assign_stages(program.traced, roles, cut, count - 1)
-    if RecomputeCheap.name not in without:
-        yield "microbatches"
-        recompute_cheap_in_stages(program.traced, roles, stage)
-        program.passes += (RecomputeCheap.name,)
-        yield RecomputeCheap.name
-    extractor = Extractor(program.traced, program.mesh, program.in_specs, roles.is_inline, roles.axis)
-    return StageBuilder(roles, stage, extractor, count, program.name)
-
-
 def _lengths(parts: DimSplit, each: int) -> str:
     """Return the length of the microbatches as text. Each is stored with length `each`."""
     if parts.is_even:
         return f"{each}"
     sample, short = each // parts.rows, parts.ranks - parts.full
     return f"{each} ({(parts.rows - 1) * sample} in the last {short if short > 1 else 'one'})"
-
-
-def _drop_casts(traced: Traced, axis: str) -> None:
-    """Remove casts over the microbatch axis, because sequential microbatches do not need them."""
-    for node in list(traced.nodes):
-        if primitive_name(node) in CASTS and names_axis(node, axis):
-            traced.replace(node, node.args[0])
-    traced.seal()
-
-
-def _sum_one_by_one(traced: Traced) -> None:
-    """Split sums of squares of tensors on several ranks into one sum per tensor, added in the same order."""
-    squares, add = torch.ops.fp.sum_of_squares.default, torch.ops.aten.add.Tensor
-    for node in list(traced.nodes):
-        if node.target is not squares:
-            continue
-        total = None
-        for tensor in node.args[0]:
-            with traced.graph.inserting_before(node):
-                one = traced.graph.call_function(squares, ([tensor],))
-                set_info(one, info(node))
-                if total is not None:
-                    one = traced.graph.call_function(add, (total, one))
-                    set_info(one, info(node))
-            total = one
-        assert total is not None
-        traced.replace(node, total)
-    traced.seal()
 
 
 def _check_stream(program: PipelineProgram) -> None:

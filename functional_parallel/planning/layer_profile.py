@@ -9,25 +9,25 @@ from torch import fx
 from ..collectives import MICROBATCH
 from ..errors import PipelineError
 from ..ir import info
-from ..passes import finished
-from ..pipelines import build_stages, classify_ops, finest
+from ..passes import RecomputeCheap, Settings, run_pass
+from ..pipelines import finest_stages
 from ..program import Program, StorageTable, recompute_cost
 from ..schedules import Layer
 
 
 def profile_layers(
-    program: Program, inlined: set[fx.Node], samples: int, speed: float, weights: Mapping[str, tuple[int, int]]
+    program: Program, settings: Settings, samples: int, speed: float, weights: Mapping[str, tuple[int, int]]
 ) -> tuple[list[Layer], float]:
     """Return the costs of the layers of a step, in order, and the sum of the bytes per sample that they work with.
 
     A layer works with the values that are live in one of its actions at the peak, without the inputs of the action. The
     graph of the step is consumed. Its shapes are those of a microbatch of `samples`, and its specs include the axis of
-    microbatches. `inlined` are values that are recomputed for every microbatch. `speed` is in flops per second.
+    microbatches. `speed` is in flops per second.
     `weights` are the bytes of each trained parameter, as in `Layer.weights`.
     """
-    roles = classify_ops(program, MICROBATCH, inlined)
-    cut, count = finest(program.traced, roles, program.mesh)
-    builder = finished(build_stages(program, roles, cut, count, without=()))
+    staged = finest_stages(program, MICROBATCH, settings.per_microbatch(program.traced))
+    run_pass(RecomputeCheap(), staged.unit(settings))
+    builder, roles = staged.builder(), staged.roles
     if not builder.has_backward:
         raise PipelineError(f"{program.name} has no backward to pipeline: none of its parameters is a floating tensor")
     layers, working = [], 0

@@ -18,10 +18,9 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths
 from ..errors import ScheduleError
 from ..functions import PyTree, grad
 from ..ir import is_trained, without_memory
-from ..lowering import lowering
+from ..lowering import lower_uncut
 from ..optim import Optimizer, sgd
 from ..pipelines import PipelineMemory
-from ..program import UNCUT
 from ..quantities import is_positive_int
 from ..schedules import Layer, Machine, Plan, check_search
 from ..schedules import search as search_plans
@@ -119,10 +118,9 @@ def _profiled(
     whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
     register_dataclasses(params, batch)
     args = optree.tree_map(without_memory, (params, *batch))
-    programs = lowering(grad(whole), Mesh(pipe=1), args, name=whole.name)
-    uncut = next(each for each in programs if each.name == UNCUT)
+    program, settings = lower_uncut(grad(whole), Mesh(pipe=1), args, whole.name)
     weights = _weights(args[0], optimizer or sgd(0.0))
-    return profile_layers(uncut.program, set(uncut.per_microbatch), samples, speed, weights)
+    return profile_layers(program, settings, samples, speed, weights)
 
 
 def search_pipeline(

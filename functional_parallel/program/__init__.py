@@ -19,7 +19,7 @@ from .hardware import HARDWARE, Hardware, Line, hardware_of
 from .host import HostOp, require_capturable
 from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, kind_of_input, memory_of
 from .overlap import STARTED, one_scatter_at_a_time, overlapped
-from .pass_table import UNCUT, Intermediate, PassTable
+from .pass_table import PassTable, Watch
 from .price import Item, Price, price_of
 from .program import Program, has_owner
 from .traffic import label_traffic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from sharding_specs import Mesh, P
 from .collectives import Collective, bytes_of, counts_of
 from .explain import Explanation, explain
 from .host import HostOp
-from .pass_table import Intermediate, PassRecorder, PassTable
+from .pass_table import PassRecorder, PassTable
 
 
 @dataclass(eq=False, kw_only=True)
@@ -29,8 +29,8 @@ class BaseProgram(abc.ABC):
     passes: tuple[str, ...] = ()  # names of the passes that ran, in order
     notes: tuple[str, ...] = ()  # lines that `explain` prints below its table
     requests: tuple[str, ...] = ()  # of the transforms, as text
-    # Lowers the function again, from shapes, and yields the program after each pass.
-    lowering: Callable[[], Iterable[Intermediate]] | None = field(default=None, repr=False)
+    # Lowers the function again, from shapes, and tells `watch` of the program after each pass.
+    lowering: Callable[..., object] | None = field(default=None, repr=False)
     backend: str = "eager"  # one of `BACKENDS`
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # data that runtimes prepare once
 
@@ -124,6 +124,5 @@ class BaseProgram(abc.ABC):
         if self.lowering is None:
             raise ValueError(f"{self.name} was not made by fp.compile or fp.train_step, so its passes are not known")
         recording = PassRecorder(with_text)
-        for each in self.lowering():
-            recording.add(each)
+        self.lowering(watch=recording.add)
         return recording

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
-
-from torch import fx
+from typing import Any, TypeAlias
 
 from sharding_specs import Mesh
 
@@ -20,7 +18,7 @@ from .collectives import collectives_of
 from .explain import columns, readable_bytes
 from .memory import memory_of
 
-UNCUT = "uncut"  # the name of the full step right before a pipeline is cut out of it, when no pass ran
+Watch: TypeAlias = Callable[[str, Any, Mesh], None]  # told of the last pass, the program and the mesh of the trace
 _HEADERS = ("pass", "ops", "collectives", "bytes sent", "peak of live tensors")
 
 
@@ -37,15 +35,6 @@ class Snapshot:
         return str(self.ops), str(self.collectives), readable_bytes(self.bytes_sent), readable_bytes(self.peak)
 
 
-class Intermediate(NamedTuple):
-    """A program during its lowering."""
-
-    name: str  # the pass that ran last; "traced" before the first one
-    program: Any  # later passes change it
-    mesh: Mesh  # with an axis for microbatches as long as it exists
-    per_microbatch: Collection[fx.Node] = ()  # values that each microbatch computes, though equal for all
-
-
 @dataclass
 class PassRecorder:
     """Records the effect of each pass on a program.
@@ -57,10 +46,8 @@ class PassRecorder:
     with_text: bool = False
     moments: dict[str, list[tuple[str, Snapshot, str]]] = field(default_factory=dict)
 
-    def add(self, intermediate: Intermediate) -> None:
-        name, program, mesh, _ = intermediate
-        if name == UNCUT:
-            return
+    def add(self, name: str, program: Any, mesh: Mesh) -> None:
+        """Record a program after a pass. "traced" and "cut" are the names before the first pass."""
         found = [one for one in collectives_of(program.traced, mesh) if set(one.axes) <= set(program.mesh.axis_names)]
         ops, sent = len(list(program.traced.nodes)), sum(one.bytes for one in found)
         snapshot = Snapshot(ops, len(found), sent, memory_of("", program.traced).peak)

@@ -39,6 +39,11 @@ class Program(BaseProgram):
 
     traced: Traced
 
+    def copy(self) -> tuple[Program, dict[fx.Node, fx.Node]]:
+        """Copy the program, for a tentative rewrite. Also return the copy of each node."""
+        traced, copies = self.traced.copy()
+        return replace(self, traced=traced, cache={}), copies
+
     def collectives(self, *, casts: bool = False) -> list[Collective]:
         """Return the collectives that send data, in order; with `casts`, also the primitives that do not."""
         return list(collectives_of(self.traced, self.mesh, casts=casts))

@@ -8,7 +8,7 @@ do not know the transforms that make them.
 from .axes import DataAxis, Master, Microbatches, Replicas, ReplicaState, owners_of
 from .buffers import Buffers, BufferState
 from .loss_scaling import LossScale, LossScaleState, ScaledState, ScaleLoss
-from .run_pass import PairPass, RunPass, Scope, requested_passes
+from .run_pass import RunPass, requested_passes
 from .state_request import (
     StateRequest,
     Update,

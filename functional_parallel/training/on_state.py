@@ -14,7 +14,8 @@ from sharding_specs import SpecError, broadcast_specs, tree_paths
 from ..collectives import bind
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
 from ..ir import leaf_signature, with_short_tracebacks
-from ..lowering import Lowered, Options, lower
+from ..lowering import Lowered, lower
+from ..passes import Options
 from ..pipelines import PipelineProgram, pipeline_of, stacks_of
 from ..program import Explanation, PassTable, Program
 from ..runtime import copy_if_aliased, moved_to, refuse_asynchronous, storages

@@ -14,8 +14,8 @@ from sharding_specs import Mesh
 
 from .. import optim
 from ..functions import LocalFunction, PyTree, as_local_function, require_function, require_mesh, written_here
-from ..lowering import Options
 from ..optim import Optimizer
+from ..passes import Options
 from ..quantities import is_positive
 from ..requests import Buffers, Replicas
 from .asynchronous import is_asynchronous

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 import functional_parallel as fp
 from functional_parallel.collectives.types import Type
 from functional_parallel.ir import NodeInfo, Traced, aval_of, info, set_info
-from functional_parallel.passes import added_products, fuse_matmul_accumulate
+from functional_parallel.passes import added_products
+from functional_parallel.passes.added_products import fuse_matmul_accumulate
 from functional_parallel.program.work import flops
 from sharding_specs import Mesh
 

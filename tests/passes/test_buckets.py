@@ -113,8 +113,10 @@ def test_gradients_are_reduced_as_soon_as_they_are_ready() -> None:
 def test_passes_can_be_switched_off_and_are_listed() -> None:
     params, inputs = parameters(2), batch(8)
     every = compiled(3, bucket=1 << 20).lower(params, *inputs)
-    assert every.passes == ("recompute", "turned", "gathers", "reductions", "cheap ops again", "buckets")
-    none = compiled(3, bucket=1 << 20, without=every.passes).lower(params, *inputs)
-    assert none.passes == ()
+    required = ("axes of one rank", "simplify", "microbatches")
+    optional = ("recompute", "turned", "gathers", "reductions", "cheap ops again", "buckets", "views")
+    assert every.passes == (*required, *optional)
+    none = compiled(3, bucket=1 << 20, without=optional).lower(params, *inputs)
+    assert none.passes == required
     assert none.counts()[("all_gather", ("data",))] == len(optree.tree_leaves(params))
     assert "fp.pack" in str(every).replace("pack(", "fp.pack(") and "pack" not in str(none)

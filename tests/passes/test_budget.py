@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -14,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.ir import Traced, info
-from functional_parallel.passes import Phase, ProgramPass
+from functional_parallel.ir import info
+from functional_parallel.passes import Phase, ProgramPass, Unit
 from functional_parallel.passes.recompute import insert_recompute
 from functional_parallel.passes.remat_options import remat_options
 from functional_parallel.program.memory import memory_of
@@ -148,19 +147,18 @@ class Compare(ProgramPass):
     phase: ClassVar[Phase] = Phase.RECOMPUTE
     found: list[tuple[int, int]] = field(default_factory=list, hash=False)
 
-    def run(self, traced: Traced, mesh: Mesh) -> None: ...
-
-    def run_before(self, traced: Traced, mesh: Mesh, rest: Callable[[Traced], None]) -> None:
-        finished, copies = traced.copy()
-        rest(finished)
+    def rewrite(self, unit: Unit) -> None:
+        program = unit.program
+        finished, copies = program.copy()
+        unit.rest(finished)
         dropped: set[torch.fx.Node] = set()
-        for rung in remat_options(traced, finished, copies, mesh, "*"):
+        for rung in remat_options(program.traced, finished.traced, copies, program.mesh, "*"):
             dropped |= rung.adds
-            trial, copies = traced.copy()
-            insert_recompute(trial, {copies[node] for node in dropped})
-            trial.seal()
-            rest(trial)
-            self.found.append((rung.peak, memory_of("", trial).peak))
+            trial, copies = program.copy()
+            insert_recompute(trial.traced, {copies[node] for node in dropped})
+            trial.traced.seal()
+            unit.rest(trial)
+            self.found.append((rung.peak, memory_of("", trial.traced).peak))
 
 
 @pytest.mark.parametrize("name", sorted(PLANS))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from functional_parallel.ir import Aval
-from functional_parallel.passes import fold_layers
+from functional_parallel.passes.stacked_layers import fold_layers
 from functional_parallel.tracing import trace
 
 aten = torch.ops.aten

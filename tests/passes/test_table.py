@@ -21,10 +21,11 @@ BEGIN, END = "<!-- passes: from passes/table.py -->\n", "\n<!-- end of passes --
 
 def page() -> str:
     rows = [
-        f"| `{each.name}` | {each.phase.name.lower().replace('_', ' ')} | {_summary(each)} | {requested_by} |"
+        f"| `{each.name}` | {each.phase.name.lower().replace('_', ' ')} | {each.scope.value} | {_summary(each)} | "
+        f"{requested_by} |"
         for each, requested_by in PASSES
     ]
-    table = "\n".join(["| name | phase | what it does | requested by |", "|---|---|---|---|", *rows])
+    table = "\n".join(["| name | phase | scope | what it does | requested by |", "|---|---|---|---|---|", *rows])
     return with_part(PAGE.read_text(), BEGIN, table, END)
 
 

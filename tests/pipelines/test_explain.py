@@ -68,8 +68,9 @@ def test_rows_follow_each_program_through_its_passes() -> None:
         by_program.setdefault(row.program, []).append(row)
     assert next(iter(by_program)) == "train_step"
     assert [row.name for row in by_program["train_step"]] == [
-        *("sums once", "recompute", "remat", "turned", "gathers"),
-        *("microbatches", "cheap ops again"),  # once it is known which stage keeps what
+        *("axes of one rank", "simplify", "sums once", "layers", "microbatches"),
+        *("recompute", "remat", "turned", "gathers"),
+        "cheap ops again",  # once it is known which stage keeps what
     ]
     for rows in by_program.values():
         for row, following in itertools.pairwise(rows):
@@ -97,12 +98,12 @@ def test_the_table_is_one_and_names_its_programs() -> None:
 
 def test_every_pass_can_be_switched_off() -> None:
     program = step(fp.remat(), fp.zero(3, "data"))
-    for name in program.passes:
+    for name in set(program.passes) - {"axes of one rank", "simplify", "layers", "microbatches"}:
         without = step(fp.remat(), fp.zero(3, "data"), without=(name,))
         assert name not in without.passes
         assert set(without.passes) == set(program.passes) - {name}
     assert "pack(" in str(program) and "pack(" not in str(step(fp.zero(3, "data"), without=("buckets",)))
-    with pytest.raises(ValueError, match="no such rewrites"):
+    with pytest.raises(ValueError, match="no passes that can be left out"):
         step(without=("bucket",))
 
 
@@ -113,7 +114,9 @@ def test_text_before_and_after() -> None:
     assert "pack(" not in before and "pack(" in after
     for name in ("stage 0, F", "stage 1, B, adding", "after the pipeline, rank 1"):
         assert f"train_step: {name}" in after
-    with pytest.raises(ValueError, match=r"no pass 'bucket' ran; there ran 'sums once', 'recompute', 'remat'.*'views'"):
+    with pytest.raises(
+        ValueError, match=r"no pass 'bucket' ran; there ran .*'recompute', 'remat'.*'views'"
+    ):
         program.before("bucket")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,16 +12,8 @@ import torch
 import functional_parallel as fp
 from functional_parallel.functions import Request
 from functional_parallel.ir import Traced
-from functional_parallel.passes import Phase, ProgramPass
-from functional_parallel.requests import (
-    REQUESTS,
-    PairPass,
-    RunPass,
-    Scope,
-    StateRequest,
-    Update,
-    requested_passes,
-)
+from functional_parallel.passes import Phase, ProgramPass, Scope, Unit
+from functional_parallel.requests import REQUESTS, RunPass, StateRequest, Update
 from sharding_specs import Mesh
 
 LAYERS = [torch.eye(4) * 0.5 for _ in range(4)]
@@ -106,29 +97,35 @@ class SineInstead(ProgramPass):
 
 
 @dataclass(frozen=True)
-class SineInPairs(PairPass):
-    """The same, in forward and backward of a stage."""
+class SineInStages(SineInstead):
+    """The same, in each program."""
 
-    seen: list[int] = field(default_factory=list, hash=False, compare=False)
-    name: ClassVar[str] = "sine in pairs"
-    phase: ClassVar[Phase] = Phase.BUCKETS
-
-    def run_pair(self, programs: Sequence[Traced], mesh: Mesh) -> None:
-        for program in programs:
-            SineInstead().run(program, mesh)
-        self.seen.append(len(programs))
+    scope: ClassVar[Scope] = Scope.STAGE
 
 
-@pytest.mark.parametrize("scope", [Scope.STEP, Scope.STAGE])
+@dataclass(frozen=True)
+class SineInPairs(SineInstead):
+    """The same, in forward and backward of a stage at once."""
+
+    scope: ClassVar[Scope] = Scope.PAIR
+    pairs: list[int] = field(default_factory=list, hash=False, compare=False)
+
+    def rewrite(self, unit: Unit) -> str:
+        super().rewrite(unit)
+        self.pairs.append(len(unit.programs))
+        return f"{len(unit.programs)} at once"
+
+
+@pytest.mark.parametrize("run", [SineInstead(), SineInStages(), SineInPairs()], ids=lambda run: run.scope.value)
 @pytest.mark.parametrize("pipe", [False, True])
-def test_a_pass_runs_in_its_scope(scope: Scope, pipe: bool) -> None:
-    """On the step once, or on each program after the cut; the value is that of the rewritten function."""
-    run = SineInstead()
-    f = (PIPELINE(loss) if pipe else fp.data_parallel("data")(loss)).requesting(RunPass(run, scope))
+def test_a_pass_runs_in_its_scope(run: SineInstead, pipe: bool) -> None:
+    """On the step once, or on programs after the cut; the value is that of the rewritten function."""
+    run.seen.clear()
+    f = (PIPELINE(loss) if pipe else fp.data_parallel("data")(loss)).requesting(RunPass(run))
     step = fp.compile(f, Mesh(pipe=2) if pipe else Mesh(data=2))
     x = torch.ones(4, 4)
     torch.testing.assert_close(step(LAYERS, x), sine(LAYERS, x))
-    if pipe and scope is Scope.STAGE:
+    if pipe and run.scope is not Scope.STEP:
         assert sum(run.seen) >= len(LAYERS) and max(run.seen) == len(LAYERS) // 2
     else:
         assert run.seen == [len(LAYERS)]
@@ -139,26 +136,14 @@ def test_a_pass_runs_in_its_scope(scope: Scope, pipe: bool) -> None:
 
 def test_a_pass_over_pairs_sees_forward_and_backward_of_each_stage() -> None:
     run = SineInPairs()
-    step = fp.compile(fp.grad(PIPELINE(loss).requesting(RunPass(run, Scope.PAIR))), Mesh(pipe=2))
+    step = fp.compile(fp.grad(PIPELINE(loss).requesting(RunPass(run))), Mesh(pipe=2))
     program = step.lower(LAYERS, torch.ones(4, 4))
-    assert len(run.seen) == len(program.stages) == 2 and min(run.seen) >= 2
-    assert "sine in pairs" in program.passes and "aten.tanh" not in str(program)
+    assert len(run.pairs) == len(program.stages) == 2 and min(run.pairs) >= 2
+    assert "sine instead" in program.passes and "aten.tanh" not in str(program)
+    assert f"{run.pairs[0]} at once" in program.stages[0].works["F"].first.program.notes
     plain = SineInPairs()
-    value = fp.compile(fp.data_parallel("data")(loss).requesting(RunPass(plain, Scope.PAIR)), Mesh(data=2))
-    torch.testing.assert_close(value(LAYERS, torch.ones(4, 4)), sine(LAYERS, torch.ones(4, 4)))
-    assert plain.seen == [1]
-
-
-def test_a_pass_over_pairs_must_be_one() -> None:
-    f = PIPELINE(loss).requesting(RunPass(SineInstead(), Scope.PAIR))
-    with pytest.raises(TypeError, match="'sine instead' is requested for pairs of programs, so it must be a PairPass"):
-        fp.compile(f, Mesh(pipe=2)).lower(LAYERS, torch.ones(4, 4))
-
-
-def test_requested_passes_are_those_of_the_scopes() -> None:
-    layout = fp.remat()(loss).requesting(RunPass(SineInPairs(), Scope.PAIR)).layout
-    assert [each.name for each in requested_passes(layout)] == ["remat", "sine in pairs"]
-    assert [each.name for each in requested_passes(layout, Scope.STEP, Scope.STAGE)] == ["remat"]
+    fp.compile(fp.data_parallel("data")(loss).requesting(RunPass(plain)), Mesh(data=2)).lower(LAYERS, torch.ones(4, 4))
+    assert plain.pairs == [1]
 
 
 # -----------------------------------------------------------------------------

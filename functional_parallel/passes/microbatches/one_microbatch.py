@@ -10,8 +10,9 @@ the update, at results, and where a value of the microbatch is combined with a v
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -20,18 +21,32 @@ from sharding_specs import P
 
 from ...collectives import State
 from ...ir import Traced, info, operands_of
+from ..base import Phase, ProgramPass, Settings, Unit
 from .rounds import MicrobatchRounds
 
 
-def place_single_microbatch_sums(traced: Traced, axis: str, in_specs: list[P], out_specs: list[P]) -> None:
-    """Keep sums over an axis of one microbatch only where the pipeline ends."""
-    rounds = MicrobatchRounds(traced, axis, in_specs)
-    goes_on = _leading_to(traced, lambda n: n in rounds.varying and info(n).typed[axis] is not State.INVARIANT)
-    for node in list(filter(rounds.is_barrier, traced.nodes)):
-        if any(user in goes_on for user in node.users):
-            traced.replace(node, node.args[0])
-    _Ends(traced, axis, in_specs).write(out_specs)
-    traced.seal()
+@dataclass(frozen=True)
+class SumsOfOneMicrobatch(ProgramPass):
+    """Keep sums over the axis of a pipeline's only microbatch where the pipeline ends, and nowhere else."""
+
+    axis: str
+    name: ClassVar[str] = "one microbatch"
+    phase: ClassVar[Phase] = Phase.CUT
+    is_required: ClassVar[bool] = True
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        axis = settings.pipelined
+        return [cls(axis)] if axis is not None and settings.splits[axis].ranks == 1 else []
+
+    def rewrite(self, unit: Unit) -> None:
+        axis, traced, in_specs = self.axis, unit.program.traced, unit.program.in_specs
+        rounds = MicrobatchRounds(traced, axis, in_specs)
+        goes_on = _leading_to(traced, lambda n: n in rounds.varying and info(n).typed[axis] is not State.INVARIANT)
+        for node in list(filter(rounds.is_barrier, traced.nodes)):
+            if any(user in goes_on for user in node.users):
+                traced.replace(node, node.args[0])
+        _Ends(traced, axis, in_specs).write(unit.program.out_specs)
 
 
 class _Ends:

@@ -8,6 +8,7 @@ never holds more of the sum than its shard.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ...ir import Traced, info, primitive_name
-from ..base import Phase, ProgramPass
+from ..base import Phase, ProgramPass, Settings
 from ..swap import is_cast, move_before_sums
 
 
@@ -27,6 +28,10 @@ class ReduceOncePerStep(ProgramPass):
     axis: str  # of microbatches
     name: ClassVar[str] = "sums once"
     phase: ClassVar[Phase] = Phase.PREPARE
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        return [cls(axis) for axis, split in settings.splits.items() if split.ranks > 1]
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):

@@ -10,8 +10,9 @@ that do not depend on the microbatch are computed once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -21,6 +22,7 @@ from sharding_specs import P
 from ...collectives import DimSplit, Type
 from ...errors import UnrollError
 from ...ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
+from ..base import Phase, ProgramPass, Settings, Unit
 from .rounds import CASTS, MicrobatchRounds, names_axis
 
 aten = torch.ops.aten
@@ -31,6 +33,28 @@ _COMBINE = {
     "pmax": aten.maximum.default,
     "pmin": aten.minimum.default,
 }
+
+
+@dataclass(frozen=True)
+class UnrollMicrobatches(ProgramPass):
+    """Let the ops of the microbatches follow each other, and replace sums over microbatches by running sums."""
+
+    axis: str
+    name: ClassVar[str] = "microbatches"
+    phase: ClassVar[Phase] = Phase.CUT
+    is_required: ClassVar[bool] = True
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        return [cls(axis) for axis in settings.splits if settings.pipelined is None]
+
+    def rewrite(self, unit: Unit) -> None:
+        program, split = unit.program, unit.settings.splits[self.axis]
+        if split.ranks > 1:
+            replicated = unit.settings.per_microbatch(program.traced)
+            program.traced = unroll(program.traced, self.axis, split, program.in_specs, program.out_specs, replicated)
+        program.in_specs = [spec.without({self.axis}) for spec in program.in_specs]
+        program.out_specs = [spec.without({self.axis}) for spec in program.out_specs]
 
 
 def unroll(

@@ -1,40 +1,45 @@
-"""Accumulation in place of sums over microbatches, for summands that have separate memory."""
+"""Add later microbatches of a pipeline stage to the running sums in place.
+
+The summand of the first microbatch becomes the running sum. It may be overwritten if its memory is separate: an op of
+the program allocated it at full size, and no other output of the program uses it. Then no residual, message or other
+sum shares the memory.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from ..ir import info, operands_of, primitive_name
-from ..passes import fuse_matmul_accumulate
 from ..program import Program, shares_memory
-from .stages import ActionPrograms
+from .base import Phase, ProgramPass, Scope, Settings, Unit
 
 aten = torch.ops.aten
 
 
-def accumulate_in_place(work: ActionPrograms) -> list[Program]:
-    """Let later microbatches of a stage overwrite the running sums. Return the programs that changed.
+@dataclass(frozen=True)
+class RunningSums(ProgramPass):
+    """Write sums over microbatches into the memory of the running sum."""
 
-    The summand of the first microbatch becomes the running sum. It may be overwritten if its memory is separate: an op
-    of the program allocated it at full size, and no other output of the program uses it. Then no residual, message or
-    other sum shares the memory.
-    """
-    changed: dict[Program, None] = {}
-    count = len(work.totals)
-    for place, part in enumerate(work.totals.values(), len(work.first.outputs) - count):
-        if _lies_by_itself(work.first.program, place):
-            for program, index in ((work.following.program, place), (part.program, 0)):
-                if _adds_to_input(program, index):
-                    program.traced.outputs[index].target = aten.add_.Tensor
-                    changed.setdefault(program)
-    for part in work.parts:
-        if fuse_matmul_accumulate(part.program.traced):
-            part.program.traced.seal()
-            changed.setdefault(part.program)
-    return list(changed)
+    name: ClassVar[str] = "in place"
+    phase: ClassVar[Phase] = Phase.IN_PLACE
+    scope: ClassVar[Scope] = Scope.PAIR
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        return [] if settings.pipelined is None else [cls()]
+
+    def rewrite(self, unit: Unit) -> None:
+        for total in unit.sums:
+            if _lies_by_itself(*total.first):
+                for program, index in total.adding:
+                    if _adds_to_input(program, index):
+                        program.traced.outputs[index].target = aten.add_.Tensor
 
 
 def _lies_by_itself(program: Program, place: int) -> bool:

@@ -1,0 +1,50 @@
+"""Bring a step whose microbatches follow each other through a pipeline into the form that is cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sharding_specs import Mesh
+
+from ...ir import Traced, info, primitive_name
+from ..base import Phase, ProgramPass, Settings
+from .rounds import CASTS, names_axis
+
+
+@dataclass(frozen=True)
+class SequentialMicrobatches(ProgramPass):
+    """Remove casts over the microbatches of a pipeline, and sum the squares of each tensor where it is."""
+
+    axis: str
+    name: ClassVar[str] = "microbatches"
+    phase: ClassVar[Phase] = Phase.CUT
+    is_required: ClassVar[bool] = True
+
+    @classmethod
+    def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
+        return [] if settings.pipelined is None else [cls(settings.pipelined)]
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        for node in list(traced.nodes):
+            if primitive_name(node) in CASTS and names_axis(node, self.axis):
+                traced.replace(node, node.args[0])
+        _sum_one_by_one(traced)
+
+
+def _sum_one_by_one(traced: Traced) -> None:
+    """Split sums of squares of tensors on several ranks into one sum per tensor, added in the same order."""
+    squares, add = torch.ops.fp.sum_of_squares.default, torch.ops.aten.add.Tensor
+    for node in list(traced.nodes):
+        if node.target is not squares:
+            continue
+        total = None
+        for tensor in node.args[0]:
+            with traced.graph.inserting_before(node):
+                one = traced.call(squares, ([tensor],), info(node))
+                total = one if total is None else traced.call(add, (total, one), info(node))
+        assert total is not None
+        traced.replace(node, total)
