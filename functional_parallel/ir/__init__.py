@@ -26,6 +26,7 @@ from .graph import (
 from .info import NodeInfo, forget_info, info, set_info, update_info
 from .out_of_place import declares_writes, out_of_place, write_by_copies
 from .recorded import before_launches, is_recording, recording
+from .residuals import forward_nodes, residuals
 from .signature import LeafSignature, TensorSignature, leaf_signature
 from .simplify import forget_values, simplify
 from .source import (

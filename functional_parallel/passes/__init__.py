@@ -20,6 +20,7 @@ from .options import Options, pass_names
 from .reduce_types import ReduceDtype
 from .reductions import EarlyReductions
 from .remat import RecomputeMarked, Remat
+from .residuals import StoredResiduals, call_inline, restore
 from .shards_first import ReduceScatterFirst
 from .table import passes_of
 from .transposed import TransposedGradients

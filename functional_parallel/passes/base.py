@@ -6,9 +6,9 @@ from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
-from torch import fx
+from torch import Tensor, fx
 
 from sharding_specs import Mesh
 
@@ -83,6 +83,11 @@ class RunningSum(NamedTuple):
     adding: tuple[tuple[Program, int], ...]
 
 
+Exchange: TypeAlias = Callable[
+    [Callable[[fx.Node], bool], Callable[[Tensor], Sequence[Tensor]], Callable[..., Tensor]], None
+]
+
+
 @dataclass
 class Unit:
     """Programs that a pass rewrites at once: one, or those of a pipeline stage, the forward first."""
@@ -90,6 +95,7 @@ class Unit:
     programs: Sequence[Program]
     settings: Settings
     staged: StagedOps | None = None
+    exchange: Exchange | None = None  # stores residuals in another form; None if forward and backward are one program
     sums: Sequence[RunningSum] = ()
     rest: Callable[[Program], None] = lambda program: None  # runs the later passes of the step on a copy
     complete: Callable[[Program], Completed] | None = None  # runs all later passes on a copy

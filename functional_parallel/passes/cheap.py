@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from ..ir import Traced, in_main_memory, info, operands_of, update_info
+from ..ir import Traced, forward_nodes, in_main_memory, info, operands_of, update_info
 from ..program import Storage, StorageTable, view_base
 from .base import Phase, ProgramPass, Scope, StagedOps, Unit
-from .recompute import forward_nodes, insert_recompute
+from .recompute import insert_recompute
 
 aten = torch.ops.aten
 

@@ -19,10 +19,10 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import MICROBATCH
-from ..ir import Traced, info, operands_of, primitive_name
+from ..ir import Traced, forward_nodes, info, operands_of, primitive_name
 from .base import Phase, ProgramPass
 from .layer_index import is_numbered, layer_of_path
-from .recompute import forward_nodes, insert_recompute
+from .recompute import insert_recompute
 from .swap import REARRANGED
 
 aten = torch.ops.aten

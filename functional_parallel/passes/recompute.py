@@ -13,18 +13,6 @@ from ..ir import Traced, info, operands_of, set_info
 K = TypeVar("K", bound=Hashable)
 
 
-def forward_nodes(traced: Traced) -> list[fx.Node]:
-    """Return the ops of the forward: no backward ops, and no ops that depend on them, such as an optimizer's update."""
-    later: set[fx.Node] = set()
-    found = []
-    for node in traced.nodes:
-        if info(node).backward or any(operand in later for operand in operands_of(node)):
-            later.add(node)
-        else:
-            found.append(node)
-    return found
-
-
 def insert_recompute(
     traced: Traced, dropped: Collection[fx.Node], instead: Mapping[tuple[fx.Node, fx.Node], fx.Node] | None = None
 ) -> None:

@@ -13,10 +13,10 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, operands_of, source_of
+from ..ir import Traced, forward_nodes, operands_of, source_of
 from .base import Phase, ProgramPass
 from .layer_index import LayerIndex, made_of_parameters
-from .recompute import forward_nodes, insert_recompute
+from .recompute import insert_recompute
 
 aten = torch.ops.aten
 

@@ -19,11 +19,10 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, operands_of, primitive_name
+from ..ir import Traced, forward_nodes, info, operands_of, primitive_name
 from ..program import COMMUNICATING, flops
 from .layer_index import LayerIndex, made_of_parameters
 from .lifetimes import Lifetimes, LifetimeSummary
-from .recompute import forward_nodes
 from .remat import attention_cores, recomputable
 
 

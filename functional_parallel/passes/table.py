@@ -17,6 +17,7 @@ from .microbatches.unroll import UnrollMicrobatches
 from .reduce_types import ReduceDtype
 from .reductions import EarlyReductions
 from .remat import RecomputeMarked, Remat
+from .residuals import ViewsAgain
 from .running_sums import RunningSums
 from .shards_first import ReduceScatterFirst
 from .simplified import Simplified
@@ -41,6 +42,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (RecomputeMarked, "every program"),
     (Remat, "`remat`"),
     (RematToBudget, "`remat(budget=…)`"),
+    (ViewsAgain, "residuals that are stored in another form"),
     (TransposedGradients, "every program"),
     (GatherPlacement, "`zero(3, …)`"),
     (EarlyReductions, "every program"),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir import Traced, info, operands_of, primitive_name
+from ..ir import Traced, info, operands_of, primitive_name, residuals
 from . import extra_memory
 from .aliasing import mutated_operands, view_base
 from .explain import readable_bytes
@@ -230,6 +230,10 @@ class StorageTable:
         """Return the source line of a storage, or an empty string."""
         return str(info(storage[0]).source or "")
 
+    @functools.cached_property
+    def _saved(self) -> set[Storage]:
+        return {storage for value in residuals(self.traced) for storage in self.storages[value]}
+
     def kind(self, storage: Storage) -> str:
         """Return one of `MEMORY_KINDS`."""
         node = storage[0]
@@ -242,10 +246,7 @@ class StorageTable:
         if summed and any(info(_base(operand)).backward for operand in operands_of(node)):
             return "gradients"  # or several concatenated gradients
         if not info(node).backward:
-            later = any(
-                info(user).backward for value in _with_views(node) for user in value.users if user.op != "output"
-            )
-            return "residuals" if later else "temporaries"
+            return "residuals" if storage in self._saved else "temporaries"
         leaves = any(not info(user).backward for user in users) or any(user.op == "output" for user in node.users)
         return "gradients" if summed or leaves or primitive_name(node) in _SUMS else "temporaries"
 

@@ -114,9 +114,7 @@ def test_text_before_and_after() -> None:
     assert "pack(" not in before and "pack(" in after
     for name in ("stage 0, F", "stage 1, B, adding", "after the pipeline, rank 1"):
         assert f"train_step: {name}" in after
-    with pytest.raises(
-        ValueError, match=r"no pass 'bucket' ran; there ran .*'recompute', 'remat'.*'views'"
-    ):
+    with pytest.raises(ValueError, match=r"no pass 'bucket' ran; there ran .*'recompute', 'remat'.*'views'"):
         program.before("bucket")
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.ir import info
-from functional_parallel.passes.recompute import forward_nodes
+from functional_parallel.ir import forward_nodes, info
 from functional_parallel.program.memory import StorageTable
 from sharding_specs import Mesh
 

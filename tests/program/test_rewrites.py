@@ -114,9 +114,7 @@ def test_each_can_be_switched_off(name: str) -> None:
 
 
 def test_a_rewrite_that_does_not_exist() -> None:
-    with pytest.raises(
-        ValueError, match=r"without=\['bucket'\]: no passes that .*: 'buckets', 'casts'"
-    ):
+    with pytest.raises(ValueError, match=r"without=\['bucket'\]: no passes that .*: 'buckets', 'casts'"):
         program(without=("bucket", "gathers"))
 
 
