@@ -6,9 +6,10 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..passes import ProgramPass, Scope, Settings, Unit, passes_of, run_pass
+from ..passes import Completed, ProgramPass, Scope, Settings, Unit, passes_of, run_pass
 from ..pipelines import PipelineProgram, PipelineRequest, build, pairs_of, stages_of
 from ..program import Program, Watch
+from ..schedules import peaks
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,18 @@ class Rewrite:
 
     def _on_step(self, program: Program, passes: Sequence[ProgramPass]) -> None:
         chosen = [each for each in passes if self.pipeline is None or each.scope is Scope.STEP]
+        trial = replace(self, watch=None)
         for index, each in enumerate(chosen):
-            rest = functools.partial(replace(self, watch=None)._on_step, passes=chosen[index + 1 :])
-            run_pass(each, Unit([program], self.settings, rest=rest), self.watch)
+            unit = Unit([program], self.settings, rest=functools.partial(trial._on_step, passes=chosen[index + 1 :]))
+            if self.pipeline is not None:
+                unit.complete = functools.partial(trial._completed, plan=self.pipeline, passes=passes)
+            run_pass(each, unit, self.watch)
+
+    def _completed(self, program: Program, plan: PipelineRequest, passes: Sequence[ProgramPass]) -> Completed:
+        result = self._cut(program, plan, passes)
+        rows = [{result.stage_of(action).index for action in row} for row in result.schedule.actions]
+        saved = [{node for index in row for node in result.stages[index].after_forward} for row in rows]
+        return Completed(result.memory().ranks, tuple(saved), peaks(result.schedule))
 
     def _cut(self, program: Program, plan: PipelineRequest, passes: Sequence[ProgramPass]) -> PipelineProgram:
         staged = stages_of(program, plan, self.settings.per_microbatch(program.traced))

@@ -59,11 +59,15 @@ class Settings:
 
 
 class Completed(NamedTuple):
-    """Result of a trial: memory of each rank of the pipeline (one without), and the values that it saves."""
+    """Result of a trial: the memory of the program, or of each rank of a pipeline and the values that it saves."""
 
     memories: tuple[Memory, ...]
-    saved: tuple[Collection[fx.Node], ...]
-    in_flight: tuple[int, ...]  # number of microbatches whose values a rank saves at the same time
+    saved: tuple[Collection[fx.Node], ...] = ()
+    in_flight: tuple[int, ...] = ()  # number of microbatches whose values a rank saves at the same time
+
+
+def _completed(program: Program) -> Completed:
+    return Completed((program.memory(),))
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Unit:
     exchange: Exchange | None = None  # stores residuals in another form; None if forward and backward are one program
     sums: Sequence[RunningSum] = ()
     rest: Callable[[Program], None] = lambda program: None  # runs the later passes of the step on a copy
-    complete: Callable[[Program], Completed] | None = None  # runs all later passes on a copy
+    complete: Callable[[Program], Completed] = _completed  # cuts such a copy into a pipeline, if there is one
 
     @property
     def program(self) -> Program:

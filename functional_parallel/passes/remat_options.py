@@ -19,7 +19,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, forward_nodes, info, operands_of, primitive_name
+from ..ir import Traced, forward_nodes, info, operands_of, primitive_name, residuals
 from ..program import COMMUNICATING, flops
 from .layer_index import LayerIndex, made_of_parameters
 from .lifetimes import Lifetimes, LifetimeSummary
@@ -87,18 +87,14 @@ class _Move:
         return Fraction(freed, max(self.after.work - self.before.work, 1))
 
 
-def remat_options(
-    traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str
-) -> list[RematOption]:
-    """Return the choices, least work first. Each adds nodes of `traced` to the rungs below it; the first adds none.
+class RematLadder:
+    """The choices of a program, least work first.
 
-    `finished` is the program without recomputation, all later passes included. `copies` maps nodes of `traced` to its
-    nodes, which may have been removed since. `where` is a pattern for the paths of the layers to choose from.
+    `finished` is the program without recomputation, all later passes included; of a pipeline, those before the cut.
+    `copies` maps nodes of `traced` to its nodes, which may have been removed since. `where` is a pattern for the paths
+    of the layers to choose from.
     """
-    return list(_Ladder(traced, finished, copies, mesh, where).rungs())
 
-
-class _Ladder:
     def __init__(
         self, traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str
     ) -> None:
@@ -178,19 +174,31 @@ class _Ladder:
         return _Move((first, first + 1), (0, False), frozenset(adds), before, after, 2)
 
     def rungs(self) -> Iterator[RematOption]:
+        """Yield the choices. Each adds nodes to those before it; the first adds none."""
         dropped: set[int] = set()
         curve = self.times.curve(dropped)
         yield RematOption(frozenset(), "nothing", "", curve.peak)
         while (move := self._best(curve.at)) is not None:
             dropped |= move.adds
-            self._take(move)
             curve = self.times.curve(dropped)
-            segment = self.segments[move.segments[0]]
-            what = segment.what() if len(move.segments) == 1 else "all, and what it hands on,"
-            yield RematOption(frozenset(self.node[n] for n in move.adds), what, segment.name, curve.peak)
+            yield self._taken(move, curve.peak)
 
-    def _best(self, at: int) -> _Move | None:
-        moves = [(move.ratio(at), move) for move in self._moves()]
+    def rungs_of_rank(self, saved: Collection[fx.Node], peak: int, in_flight: int) -> Iterator[RematOption]:
+        """Yield the choices of a rank of a pipeline, among the layers of which it saves values.
+
+        It saves the values of `in_flight` microbatches, between forward and backward.
+        """
+        at = max((self.times.number[node] for node in residuals(self.times.ledger.traced)), default=0)
+        own = {self.times.number[node] for node in saved if node in self.times.number}
+        members = {index for index, segment in enumerate(self.segments) if not own.isdisjoint(segment.members)}
+        yield RematOption(frozenset(), "nothing", "", peak)
+        while (move := self._best(at, members)) is not None:
+            peak -= in_flight * (move.before.bytes_at(at) - move.after.bytes_at(at))
+            yield self._taken(move, peak)
+
+    def _best(self, at: int, members: set[int] | None = None) -> _Move | None:
+        among = (move for move in self._moves() if members is None or members.issuperset(move.segments))
+        moves = [(move.ratio(at), move) for move in among]
         useful = [(ratio, move) for ratio, move in moves if ratio > 0]
         if not useful:
             return None
@@ -212,12 +220,14 @@ class _Ladder:
             self.surveys[index, state] = self.times.survey(segment.members, segment.dropped(state))
         return self.surveys[index, state]
 
-    def _take(self, move: _Move) -> None:
-        first = move.segments[0]
+    def _taken(self, move: _Move, peak: int) -> RematOption:
+        first, what = move.segments[0], "all, and what it hands on,"
         if len(move.segments) == 1:
             self.segments[first].state = move.state
-            return
-        del self.between[first]
-        run = self.runs[first] + self.runs[first + 1]
-        for index in run:
-            self.runs[index] = run
+            what = self.segments[first].what()
+        else:
+            del self.between[first]
+            run = self.runs[first] + self.runs[first + 1]
+            for index in run:
+                self.runs[index] = run
+        return RematOption(frozenset(self.node[n] for n in move.adds), what, self.segments[first].name, peak)

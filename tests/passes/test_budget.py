@@ -16,7 +16,7 @@ import functional_parallel as fp
 from functional_parallel.ir import info
 from functional_parallel.passes import Phase, ProgramPass, Unit
 from functional_parallel.passes.recompute import insert_recompute
-from functional_parallel.passes.remat_options import remat_options
+from functional_parallel.passes.remat_options import RematLadder
 from functional_parallel.program.memory import memory_of
 from functional_parallel.program.work import recompute_cost
 from functional_parallel.requests import RunPass
@@ -152,7 +152,7 @@ class Compare(ProgramPass):
         finished, copies = program.copy()
         unit.rest(finished)
         dropped: set[torch.fx.Node] = set()
-        for rung in remat_options(program.traced, finished.traced, copies, program.mesh, "*"):
+        for rung in RematLadder(program.traced, finished.traced, copies, program.mesh, "*").rungs():
             dropped |= rung.adds
             trial, copies = program.copy()
             insert_recompute(trial.traced, {copies[node] for node in dropped})
