@@ -35,7 +35,8 @@ class Rewrite:
         chosen = [each for each in passes if self.pipeline is None or each.scope is Scope.STEP]
         trial = replace(self, watch=None)
         for index, each in enumerate(chosen):
-            unit = Unit([program], self.settings, rest=functools.partial(trial._on_step, passes=chosen[index + 1 :]))
+            later = [other for other in chosen[index + 1 :] if other.affects_memory]
+            unit = Unit([program], self.settings, rest=functools.partial(trial._on_step, passes=later))
             if self.pipeline is not None:
                 unit.complete = functools.partial(trial._completed, plan=self.pipeline, passes=passes)
             run_pass(each, unit, self.watch)

@@ -10,6 +10,7 @@ from .buckets import Buckets
 from .budget import RematToBudget
 from .casts import CastBeforeGather, WidenedAndNarrowed
 from .cheap import RecomputeCheap
+from .gather_again import GatherAgain
 from .gathers import GatherPlacement
 from .in_place import InPlaceUpdates
 from .microbatches.rounds import MicrobatchRounds, names_axis

@@ -115,6 +115,7 @@ class ProgramPass(ABC):
     name: ClassVar[str]  # in `program.passes` and in `without=`
     phase: ClassVar[Phase]
     scope: ClassVar[Scope] = Scope.STEP
+    affects_memory: ClassVar[bool] = True  # if not, tentative runs leave it out
     is_implied: ClassVar[bool] = False  # whether it runs on every program
     is_required: ClassVar[bool] = False  # whether programs cannot run without it, so that `without=` refuses its name
 

@@ -8,6 +8,7 @@ from .buckets import Buckets
 from .budget import RematToBudget
 from .casts import CastBeforeGather, WidenedAndNarrowed
 from .cheap import RecomputeCheap
+from .gather_again import GatherAgain
 from .gathers import GatherPlacement
 from .in_place import InPlaceUpdates
 from .microbatches.one_microbatch import SumsOfOneMicrobatch
@@ -40,6 +41,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (SeparateLayers, "`pipeline`"),
     (SequentialMicrobatches, "`pipeline`"),
     (RecomputeMarked, "every program"),
+    (GatherAgain, "`tensor_parallel`"),
     (Remat, "`remat`"),
     (RematToBudget, "`remat(budget=…)`"),
     (ViewsAgain, "residuals that are stored in another form"),

@@ -35,6 +35,7 @@ class FusedViews(ProgramPass):
     name: ClassVar[str] = "views"
     phase: ClassVar[Phase] = Phase.IN_PLACE
     scope: ClassVar[Scope] = Scope.STAGE
+    affects_memory: ClassVar[bool] = False
     is_implied: ClassVar[bool] = True
 
     def run(self, traced: Traced, mesh: Mesh) -> None:

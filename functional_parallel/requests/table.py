@@ -9,6 +9,7 @@ from ..errors import OrderError
 from ..functions import Request
 from ..passes import (
     CastBeforeGather,
+    GatherAgain,
     GatherPlacement,
     ProgramPass,
     ReduceDtype,
@@ -53,6 +54,7 @@ REQUESTS: dict[type[Request] | type[ProgramPass], Order] = {  # a request of a p
     WidenedAndNarrowed: Order.PRECISION,
     Remat: Order.PRECISION,
     RematToBudget: Order.PRECISION,
+    GatherAgain: Order.TENSOR,
     DataAxis: Order.DATA,
     Master: Order.DATA,
     NormSharding: Order.DATA,

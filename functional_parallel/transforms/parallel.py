@@ -27,7 +27,7 @@ from ..functions import (
     layout_of,
 )
 from ..partition import Partitioning
-from ..passes import GatherPlacement, ReduceScatterFirst
+from ..passes import GatherAgain, GatherPlacement, ReduceScatterFirst
 from ..quantities import is_positive_int
 from ..requests import (
     DataAxis,
@@ -70,7 +70,9 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
 
     Returns:
         The transform. The specs determine its collectives: a row split needs one psum in the forward, a column split
-        one psum in the backward (Megatron-LM, arXiv 1909.08053 §3).
+        one psum in the backward (Megatron-LM, arXiv 1909.08053 §3). An activation that is gathered, as in sequence
+        parallelism, is gathered again for the backward, which saves its shards. The pass "gather again" does it, so
+        `without="gather again"` saves the gathered values and leaves out these gathers.
     """
     name = f"tensor_parallel({axis!r})"
     find = parameter_specs(specs, axis, name)
@@ -78,7 +80,11 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         return (only_axis(find(args[0]), axis, name), *batch_arg_specs(args, batch))
 
-    return Transform(name, axis, Order.TENSOR, Partitioning(name, axis, in_specs, strict=strict).apply)
+    def apply(f: Callable[..., PyTree]) -> LocalFunction:
+        local = Partitioning(name, axis, in_specs, strict=strict).apply(f)
+        return local.requesting(RunPass(GatherAgain(axis)))
+
+    return Transform(name, axis, Order.TENSOR, apply)
 
 
 @explain_keywords

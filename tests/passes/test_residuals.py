@@ -129,8 +129,8 @@ def test_the_stage_of_a_pipeline_saves_the_parts() -> None:
 
 
 def test_residuals_are_what_the_backward_reads() -> None:
-    step_ = fp.compile(fp.grad(lambda w, x: torch.tanh(x @ w).sum()), Mesh(), in_specs=P(), out_specs=P())
-    traced = step_.lower(torch.ones(2, 2), torch.ones(2, 2)).traced
-    assert [str(node.target) for node in residuals(traced)] == ["aten.tanh.default"]
-    (readers,) = residuals(traced).values()
-    assert all(info(reader).backward for reader in readers)
+    f = fp.grad(fp.data_parallel("data")(lambda w, x: torch.tanh(x @ w).sum()))
+    traced = fp.compile(f, Mesh(data=1)).lower(torch.ones(2, 2), torch.ones(2, 2)).traced
+    found = {str(node.target): readers for node, readers in residuals(traced).items()}
+    assert {"aten.tanh.default"} <= set(found) <= {"aten.tanh.default", "aten.full.default"}  # and the seed
+    assert all(info(reader).backward for readers in found.values() for reader in readers)
