@@ -45,7 +45,8 @@ class Rewrite:
         result = self._cut(program, plan, passes)
         rows = [{result.stage_of(action).index for action in row} for row in result.schedule.actions]
         saved = [{node for index in row for node in result.stages[index].after_forward} for row in rows]
-        return Completed(result.memory().ranks, tuple(saved), peaks(result.schedule))
+        sent = {node for stage in result.stages for node in stage.sends_forward}
+        return Completed(result.memory().ranks, tuple(saved), peaks(result.schedule), sent)
 
     def _cut(self, program: Program, plan: PipelineRequest, passes: Sequence[ProgramPass]) -> PipelineProgram:
         staged = stages_of(program, plan, self.settings.per_microbatch(program.traced))

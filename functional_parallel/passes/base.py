@@ -64,6 +64,7 @@ class Completed(NamedTuple):
     memories: tuple[Memory, ...]
     saved: tuple[Collection[fx.Node], ...] = ()
     in_flight: tuple[int, ...] = ()  # number of microbatches whose values a rank saves at the same time
+    sent: Collection[fx.Node] = ()  # values that a stage sends to the next one
 
 
 def _completed(program: Program) -> Completed:

@@ -50,11 +50,10 @@ class RematToBudget(ProgramPass):
         if _peak(plain.memories) <= self.budget:
             return f"{self}: nothing is computed again, at most {readable_bytes(_peak(plain.memories))} are alive"
         named = {copy: node for node, copy in of.items()}
-        ranks = zip(plain.saved, plain.memories, plain.in_flight, strict=False)  # none without a pipeline
-        ladders = [
-            list(ladder.rungs_of_rank({named[node] for node in saved if node in named}, memory.peak, count))
-            for saved, memory, count in ranks
-        ] or [list(ladder.rungs())]
+        sent, *saved = ([named[node] for node in each if node in named] for each in (plain.sent, *plain.saved))
+        ranks = zip(saved, plain.memories, plain.in_flight, strict=False)  # none without a pipeline
+        ladders = [list(ladder.rungs_of_rank(own, sent, memory.peak, count)) for own, memory, count in ranks]
+        ladders = ladders or [list(ladder.rungs())]
 
         @functools.cache
         def memories(places: tuple[int, ...]) -> tuple[Memory, ...]:

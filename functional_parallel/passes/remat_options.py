@@ -183,18 +183,22 @@ class RematLadder:
             curve = self.times.curve(dropped)
             yield self._taken(move, curve.peak)
 
-    def rungs_of_rank(self, saved: Collection[fx.Node], peak: int, in_flight: int) -> Iterator[RematOption]:
+    def rungs_of_rank(
+        self, saved: Collection[fx.Node], sent: Collection[fx.Node], peak: int, in_flight: int
+    ) -> Iterator[RematOption]:
         """Yield the choices of a rank of a pipeline, among the layers of which it saves values.
 
-        It saves the values of `in_flight` microbatches, between forward and backward.
+        It saves the values of `in_flight` microbatches, between forward and backward. `sent` are values that a stage
+        sends to the next one, which has them anyway.
         """
+        kept = {self.times.number[node] for node in sent if node in self.times.number}
         at = max((self.times.number[node] for node in residuals(self.times.ledger.traced)), default=0)
         own = {self.times.number[node] for node in saved if node in self.times.number}
         members = {index for index, segment in enumerate(self.segments) if not own.isdisjoint(segment.members)}
         yield RematOption(frozenset(), "nothing", "", peak)
         while (move := self._best(at, members)) is not None:
             peak -= in_flight * (move.before.bytes_at(at) - move.after.bytes_at(at))
-            yield self._taken(move, peak)
+            yield self._taken(replace(move, adds=move.adds - kept), peak)
 
     def _best(self, at: int, members: set[int] | None = None) -> _Move | None:
         among = (move for move in self._moves() if members is None or members.issuperset(move.segments))

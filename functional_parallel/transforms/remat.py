@@ -55,9 +55,9 @@ def remat(
     >>> products(fp.remat()) - products(fp.remat(where="none"))   # each layer's first one, and the last one's second
     4
 
-    A budget limits the bytes on a rank as counted by `program.memory()`. Recomputation begins with the values that free
-    most bytes per work: cheap ops, attention, then full layers, then groups of layers. `program.notes` records the
-    choice.
+    A budget limits the bytes on a rank as counted by `program.memory()`; in a pipeline, on each of its ranks.
+    Recomputation begins with the values that free most bytes per work: cheap ops, attention, then full layers, then
+    groups of layers. `program.notes` records the choice.
 
     >>> [program(plan).memory().peak for plan in (fp.remat(where="none"), fp.remat(budget="10 KiB"), fp.remat())]
     [12228, 10180, 8132]

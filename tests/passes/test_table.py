@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from importlib import import_module
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_every_pass_is_in_the_table() -> None:
     while pending:
         pending += (kinds := [each for each in pending.pop().__subclasses__() if each.__module__ in _modules()])
         found.update(kinds)
-    assert found == {each for each, _ in PASSES}
+    assert {each for each in found if not inspect.isabstract(each)} == {each for each, _ in PASSES}
 
 
 def _modules() -> set[str]:
