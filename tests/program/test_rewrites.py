@@ -29,7 +29,7 @@ PLAN = fp.chain(
 PASSES = (
     *("axes of one rank", "simplify"),
     *("sums once", "casts", "reduction types", "stored types", "reduce each microbatch", "microbatches"),
-    *("recompute", "remat", "turned", "gathers", "reductions", "cheap ops again"),
+    *("recompute", "gather again", "remat", "turned", "gathers", "reductions", "cheap ops again"),
     *("buckets", "in place", "views"),
 )
 REQUIRED = ("axes of one rank", "simplify", "microbatches")
