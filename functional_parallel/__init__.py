@@ -56,7 +56,7 @@ from .errors import (
     UnboundAxisError,
     UnevenBatchError,
 )
-from .functions import functional, grad, grad_and_value, hessian, jvp, vmap
+from .functions import functional, grad, grad_and_value, hessian, jvp, relayout, vmap
 from .interop import PreparedStep, deepspeed, prepare
 from .ir import abstract
 from .ops import constrain, outputs
@@ -177,6 +177,7 @@ __all__ = [
     "recv",
     "reduce",
     "register_rule",
+    "relayout",
     "remat",
     "scatter",
     "schedules",

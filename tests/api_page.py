@@ -102,6 +102,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "psum_scatter",
         "pscatter",
         "all_to_all",
+        "relayout",
         "ppermute",
         "pbroadcast",
         "pvary",

@@ -19,5 +19,6 @@ from .local_function import (
     refuse_unknown_axes,
     specs_per_leaf,
 )
+from .relayout import relayout, relayout_leaf
 from .request import LayerConversion, PyTree, Request, SpecTree
 from .snapshot import Snapshot

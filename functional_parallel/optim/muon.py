@@ -18,8 +18,7 @@ from torch import Tensor
 
 from sharding_specs import P, whole_shape
 
-from ..collectives import all_to_all, axis_size
-from ..functions import PyTree, SpecTree, axis_mesh, explain_keywords
+from ..functions import PyTree, SpecTree, axis_mesh, explain_keywords, relayout_leaf
 from ..ir import is_trained, scalar_beside
 from ..quantities import is_positive_int
 from .hyperparameters import Decay, decay_rates, refuse, require
@@ -135,12 +134,6 @@ def muon(
 
 def _of_full_matrices(function: Callable[[Tensor], Tensor], shards: Tensor, spec: P) -> Tensor:
     """Apply a function to full matrices, each on one of the ranks that hold shards of it, and return the shards."""
-    count, exchanges = len(shards), [(a, dim + 1) for dim, axes in enumerate(spec.dim_axes()) for a in reversed(axes)]
-    missing = -count % math.prod(axis_size(axis) for axis, _ in exchanges)
-    stack = torch.nn.functional.pad(shards, [0, 0, 0, 0, 0, missing]) if missing else shards
-    for axis, dim in exchanges:
-        stack = all_to_all(stack, axis, 0, dim)
-    stack = function(stack)
-    for axis, dim in reversed(exchanges):
-        stack = all_to_all(stack, axis, dim, 0)
-    return stack[:count]
+    axes = tuple(axis for dim in spec.dim_axes() for axis in reversed(dim))  # the order in which they can be moved
+    split, whole = P(None, *spec.dim_axes()), P(axes, padded={0: len(shards)} if axes else None)
+    return relayout_leaf(function(relayout_leaf(shards, split, whole)), whole, split)

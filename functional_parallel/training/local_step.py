@@ -17,7 +17,7 @@ import torch
 from sharding_specs import P
 
 from .. import random
-from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value
+from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value, relayout_leaf
 from ..optim import Optimizer, scheduled_rates
 from ..requests import (
     StateRequest,
@@ -33,12 +33,8 @@ from .untrained import old_params, old_state, old_weights, report_untrained, unt
 from .update import (
     StepLayout,
     as_trained,
-    gather_updated,
     global_norm,
-    into_compute,
-    reduce_gradient,
     require_same_structure,
-    shard_for_update,
 )
 
 
@@ -111,7 +107,7 @@ class _StepOnShards:
     ) -> tuple[tuple[PyTree, PyTree], Metrics]:
         places, packing = self.places, self.places.packing
         before, leaves = split_state(state, self.requests)
-        reduced = optree.tree_map(into_compute, params, places.compute)
+        reduced = optree.tree_map(relayout_leaf, params, places.kept, places.compute)
         inputs = optree.tree_map(as_trained, reduced, places.params)
         with random.using(key) if key is not None else nullcontext():
             gradients, value, aux, leaves = self._gradients(inputs, batch, leaves)
@@ -122,10 +118,10 @@ class _StepOnShards:
         gradients = gradients if packing.groups else without(gradients, idle)
         gradients, norm = self._reduced(gradients, leaves)
         packed = packing.pack(params)
-        stored = optree.tree_map(shard_for_update, packed, places.update, places.whole)
-        masks = optree.tree_map(shard_for_update, packing.masks(idle, packed), places.update, places.whole)
+        stored = optree.tree_map(relayout_leaf, packed, places.whole, places.update)
+        masks = optree.tree_map(relayout_leaf, packing.masks(idle, packed), places.whole, places.update)
         update, after = self._updated(self._optimized(gradients, stored, before, leaves, masks), norm, leaves)
-        new = packing.unpack(optree.tree_map(gather_updated, update.params, places.update, places.whole))
+        new = packing.unpack(optree.tree_map(relayout_leaf, update.params, places.update, places.whole))
         rates = scheduled_rates(self.step.optimizer, before) if self.step.has_norm else None
         metrics = Metrics(value, norm, aux, lr=rates)
         for each, held in zip(self.requests, leaves, strict=True):
@@ -173,8 +169,9 @@ class _StepOnShards:
     def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, torch.Tensor | None]:
         """Return the gradients of the update, summed over ranks and clipped, and their norm."""
         places, clip = self.places, self.step.options.clip
-        specs = places.update, places.whole, places.summed
-        gradients = optree.tree_map(reduce_gradient, places.packing.pack(gradients), *specs, none_is_leaf=True)
+        partial = optree.tree_map(P.dual, places.summed)  # of the parameters: ZeRO and data parallelism add gradients
+        packed = places.packing.pack(gradients)
+        gradients = optree.tree_map(relayout_leaf, packed, partial, places.update, none_is_leaf=True)
         for each, held in reversed([*zip(self.requests, leaves, strict=True)]):
             gradients = each.gradients(gradients, held)
         wanted = self.step.has_norm or clip is not None or any(each.may_skip for each in self.requests)
@@ -213,7 +210,7 @@ class _StepOnShards:
 def _norm(gradients: PyTree, places: StepLayout) -> torch.Tensor:
     if places.owners:
         return global_norm(gradients, places.counted, places.owners)
-    parts = optree.tree_map(shard_for_update, gradients, places.counted, places.update, none_is_leaf=True)
+    parts = optree.tree_map(relayout_leaf, gradients, places.update, places.counted, none_is_leaf=True)
     return global_norm(parts, places.counted)
 
 

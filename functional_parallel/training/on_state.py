@@ -12,7 +12,7 @@ import torch
 from sharding_specs import SpecError, broadcast_specs, tree_paths
 
 from ..collectives import bind
-from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
+from ..functions import LocalFunction, PyTree, SpecTree, as_local_function, relayout_leaf
 from ..ir import leaf_signature, with_short_tracebacks
 from ..lowering import Lowered, lower
 from ..passes import Options
@@ -24,7 +24,7 @@ from .batches import BatchInputs, tensors_of
 from .signatures import listed, structure_as_text
 from .state import StateLayout, StaticLeaf, TrainState
 from .states import StateManager
-from .update import as_trained, at_rest, gather_updated, into_compute
+from .update import as_trained, at_rest
 
 
 class StateFunction:
@@ -98,8 +98,8 @@ class StateFunction:
 
         def call(taken: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
             if self.ema:  # lies like the state of the update
-                taken = places.packing.unpack(optree.tree_map(gather_updated, taken, places.update, places.whole))
-            reduced = optree.tree_map(into_compute, taken, compute)
+                taken = places.packing.unpack(optree.tree_map(relayout_leaf, taken, places.update, places.whole))
+            reduced = optree.tree_map(relayout_leaf, taken, kept, compute)
             return self.f.run(optree.tree_map(as_trained, reduced, places.params), *batch), self.f.results
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:

@@ -17,7 +17,7 @@ from sharding_specs import Mesh, P, broadcast_specs
 
 from .. import random
 from ..collectives import axis_index, axis_size, pmean, pmin, psum, pvary
-from ..functions import Layout, LocalFunction, PyTree, SpecTree
+from ..functions import Layout, LocalFunction, PyTree, SpecTree, relayout_leaf
 from ..ir import is_trained, scalar_beside
 from ..optim import like_params
 from ..pipelines import pipeline_of
@@ -35,7 +35,7 @@ from ..requests import (
     with_leaves,
 )
 from .local_step import Metrics
-from .update import StepLayout, gather_updated, require_elementwise, shard_for_update
+from .update import StepLayout, require_elementwise
 
 Requests = tuple[StateRequest, ...]
 
@@ -174,7 +174,7 @@ def _exchanged(request: Replicas, places: StepLayout, requests: Requests, before
     if kept is not None:
         optimizer, leaves = split_state(before.optimizer, requests)
         own = leaves[requests.index(kept)]
-        shards = [optree.tree_map(shard_for_update, each, places.update, places.whole) for each in (old, new)]
+        shards = [optree.tree_map(relayout_leaf, each, places.whole, places.update) for each in (old, new)]
         old, new = kept.full(shards[0], before.masters), kept.full(shards[1], own)
 
     def mean(old: Any, leaf: Any) -> Any:
@@ -188,7 +188,7 @@ def _exchanged(request: Replicas, places: StepLayout, requests: Requests, before
         return replace(before, params=after, replica=_varied(after, axis), outer=outer)
 
     def stored(x: Any, old: Any, update: P, whole: P) -> Any:
-        return gather_updated(x.to(old.dtype), update, whole) if isinstance(x, torch.Tensor) else x
+        return relayout_leaf(x.to(old.dtype), update, whole) if isinstance(x, torch.Tensor) else x
 
     masters = optree.tree_map(lambda a, x: x if isinstance(a, torch.Tensor) else a, before.masters, after)
     params = optree.tree_map(stored, after, before.params, places.update, places.whole)

@@ -113,6 +113,12 @@ ROWS = [
         "Rarely needed: compiled functions return full tensors.",
     ),
     Row(
+        "x.redistribute(placements=[Replicate(), Shard(0)])",
+        'lambda x: fp.relayout(x, held=P("tensor"), wanted=P())',
+        in_body(P("tensor"), P(), BODY),
+        "Between any two specs, as in `P(None, ('data', 'tensor'))`; the rows below are the collectives for one axis.",
+    ),
+    Row(
         "x.redistribute(placements=[Replicate()])",
         'lambda x: fp.all_gather(x, "tensor", dim=0, to="invariant")',
         in_body(P("tensor"), P(), BODY),

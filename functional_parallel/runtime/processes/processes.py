@@ -25,11 +25,10 @@ from sharding_specs import Mesh, P, shard_leaf, whole_shape
 
 from ... import _torch
 from ...checker import run_typed
-from ...collectives import DimSplit, apply_primitive
 from ...errors import CollectiveError, InputMismatchError, LaunchError, LayoutError, ProgramMismatchError
+from ...functions import relayout_leaf
 from ...ir import checksum, first_difference, hollow, sample_hash
 from ...program import Program, has_owner
-from ...rules import REPLICATED, Shard, convert
 from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names
 from ..execution import CapturedFunction, Log, Origin
 from ..handles import to_device
@@ -118,22 +117,16 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
         """Gather the full tensor on every rank. `whose` describes it to the other ranks."""
-        placements = sorted(spec.placements(self.mesh), key=lambda placement: placement.outer)
-        split = [placement for placement in placements if self.mesh.axis_size(placement.axis) > 1]
-        owners = {axis: owner for axis, owner in spec.owner.items() if self.mesh.axis_size(axis) > 1}
-        if split or spec.unreduced or owners:
-            with self.turn, self.carrier.bound():
-                self.carrier.doing.begin(READS + whose)
-                for axis, owner in owners.items():
-                    handle = self.carrier.broadcast(handle, (axis,), owner)
-                if spec.unreduced:
-                    handle = apply_primitive("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
-                for axis, dim, outer in split:
-                    parts = DimSplit.of(self.mesh.axis_size(axis))
-                    handle = convert(handle, Shard(dim, outer), REPLICATED, axis, parts)
-        for dim, size in spec.padded.items():
-            handle = handle.narrow(dim, 0, size)
-        return handle
+        held = self._between_ranks(spec)
+        if not held.named_axes - held.reduced:
+            return handle
+        with self.turn, self.carrier.bound():
+            self.carrier.doing.begin(READS + whose)
+            return relayout_leaf(handle, held, P())
+
+    def _between_ranks(self, spec: P) -> P:
+        """Return a spec without the axes of one rank, over which nothing is sent."""
+        return spec.only(axis for axis, size in self.mesh.shape.items() if size > 1).replace(reduced=())
 
     def shard_of(self, handle: torch.Tensor, spec: P, rank: int) -> torch.Tensor:
         return handle
@@ -218,10 +211,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         if not _torch.has_functorch_level([x]):
             return self._placed(x, spec, to_device)
         with self.carrier.bound():
-            for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: -placement.outer):
-                if self.mesh.axis_size(axis) > 1:
-                    x = convert(x, REPLICATED, Shard(dim, outer), axis, DimSplit.of(self.mesh.axis_size(axis)))
-        return x
+            return relayout_leaf(x, P(), self._between_ranks(spec).replace(unreduced=(), owner={}))
 
     # --- agreement ---
 

@@ -8,9 +8,5 @@ from .step_layout import StepLayout, find_step_layout
 from .update_layout import (
     as_trained,
     at_rest,
-    gather_updated,
     global_norm,
-    into_compute,
-    reduce_gradient,
-    shard_for_update,
 )

@@ -12,17 +12,14 @@ from functools import partial
 from typing import Any
 
 import optree
-import torch
 
 from sharding_specs import P, broadcast_specs
 
-from ...collectives import all_gather, pscatter
-from ...functions import PyTree, SpecTree, axis_mesh
+from ...functions import PyTree, SpecTree, axis_mesh, relayout_leaf
 from ...ops import ADAMW
 from ...partition import Partitioning
 from ...rules import register_rule
 from .returned import Update, require_same_structure
-from .update_layout import filled
 
 register_rule(ADAMW, "..., ..., ..., ..., , -> ..., ..., ...")  # parameter, gradient, two moments, step, rate
 
@@ -38,9 +35,9 @@ def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
     for axis in (name for name in reversed(axis_mesh().axis_names) if name in axes):
         own = optree.tree_map(partial(_of_axis, axis), even)
         local = Partitioning("the optimizer's update", axis, own, (own[2], own[1]), parameters=2).apply(local)
-    new = local(*optree.tree_map(_without_filling, args, full))
-    filled: tuple[PyTree, PyTree] = optree.tree_map(_filled, new, (full[2], full[1]))
-    return filled
+    new = local(*optree.tree_map(relayout_leaf, args, full, even))
+    found: tuple[PyTree, PyTree] = optree.tree_map(relayout_leaf, new, (even[2], even[1]), (full[2], full[1]))
+    return found
 
 
 def _checked(update: Update) -> Update:
@@ -51,22 +48,6 @@ def _of_axis(axis: str, spec: P) -> P:
     return spec.only({axis})
 
 
-# --- Padded dims: an update must not read the padding ---
-
-
 def _even(spec: P) -> P:
-    """Return a spec without the axes that split padded dims."""
+    """Return a spec without the axes that split padded dims: an update must not read the padding."""
     return spec.without(axis for dim in spec.padded for axis in spec.dim_axes()[dim])
-
-
-def _without_filling(x: torch.Tensor, spec: P) -> torch.Tensor:
-    for dim, size in spec.padded.items():
-        x = all_gather(x, spec.dim_axes()[dim], dim, to="invariant").narrow(dim, 0, size)
-    return x
-
-
-def _filled(x: torch.Tensor, spec: P) -> torch.Tensor:
-    for dim in spec.padded:
-        axes = spec.dim_axes()[dim]
-        x = pscatter(filled(x, axes, dim, spec), axes, dim)
-    return x

@@ -1,8 +1,4 @@
-"""Conversions between the storage, compute and update layouts of a parameter.
-
-ZeRO stages 1 and 2 replicate parameters and split the optimizer's work. A reduce-scatter distributes the gradients, and
-an all-gather collects the new parameters.
-"""
+"""Storage layout and dtype of a parameter in the loss, and the norm of gradients in the layouts of the update."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import torch
 
 from sharding_specs import P
 
-from ...collectives import all_gather, axis_size, pcast, pscatter, psum, psum_scatter
+from ...collectives import axis_size, psum
 from ...functions import PyTree, SpecTree
 from ...ops import sum_of_squares
 
@@ -31,53 +27,6 @@ def at_rest(spec: P) -> P:
 def as_trained(param: T, trained: torch.Tensor) -> T | torch.Tensor:
     """Cast a stored parameter to the dtype in which it is trained."""
     return param.to(trained.dtype) if isinstance(param, torch.Tensor) and param.dtype != trained.dtype else param
-
-
-def into_compute(param: torch.Tensor, spec: P) -> torch.Tensor:
-    """Cast a parameter to Reduced over the axes where the plan wants its gradient as partial sums."""
-    moved = spec.reduced and isinstance(param, torch.Tensor)
-    return pcast(param, tuple(sorted(spec.reduced)), to="reduced") if moved else param
-
-
-def _new_splits(update: P, kept: P) -> list[tuple[str, int]]:
-    """Return (axis, dim) for each axis that splits the update but not the parameter. Outer axes of a dim are first."""
-    return [(axis, dim) for dim, axes in enumerate(update.dim_axes()) for axis in axes if axis not in kept.axes]
-
-
-def reduce_gradient(gradient: torch.Tensor | None, update: P, kept: P, compute: P) -> torch.Tensor | None:
-    """Sum partial gradients. Where the update is split, keep a slice. A leaf without a gradient stays None."""
-    if gradient is None:
-        return None
-    for axis, dim in _new_splits(update, kept):
-        gradient = psum_scatter(filled(gradient, axis, dim, update), axis, dim)
-    rest = tuple(sorted(compute.reduced - update.axes))
-    return psum(gradient, rest) if rest else gradient
-
-
-def shard_for_update(param: T, update: P, kept: P) -> T | torch.Tensor:
-    """Return the shard of a parameter that a rank updates."""
-    if not isinstance(param, torch.Tensor):
-        return param
-    shard: torch.Tensor = param
-    for axis, dim in _new_splits(update, kept):
-        shard = pscatter(filled(shard, axis, dim, update), axis, dim)
-    return shard
-
-
-def gather_updated(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
-    """Gather a parameter from its updated shards, without padding."""
-    for axis, dim in reversed(_new_splits(update, kept)):
-        param = all_gather(param, axis, dim, to="invariant")
-        param = param.narrow(dim, 0, update.padded[dim]) if dim in update.padded else param
-    return param
-
-
-def filled(x: torch.Tensor, axes: str | tuple[str, ...], dim: int, update: P) -> torch.Tensor:
-    """Pad a dim with zeros if its size is not divisible by the size of the axis."""
-    if dim not in update.padded:
-        return x
-    missing = -x.shape[dim] % axis_size(axes)
-    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
 
 
 def global_norm(gradients: PyTree, specs: SpecTree, owners: Collection[str] = ()) -> torch.Tensor:
@@ -112,4 +61,6 @@ def _summed_squares(
 def _shards(gradient: torch.Tensor, spec: P, axis: str) -> list[torch.Tensor]:
     """Return the shards of all ranks along an axis."""
     dim = next(dim for dim, axes in enumerate(spec.dim_axes()) if axis in axes)
-    return [shard.contiguous() for shard in filled(gradient, axis, dim, spec).chunk(axis_size(axis), dim)]
+    missing = -gradient.shape[dim] % axis_size(axis)
+    padded = torch.nn.functional.pad(gradient, [0, 0] * (gradient.ndim - 1 - dim) + [0, missing])
+    return [shard.contiguous() for shard in padded.chunk(axis_size(axis), dim)]
