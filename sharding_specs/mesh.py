@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from .errors import MeshError
 
@@ -22,16 +22,21 @@ class Mesh:
 
     Args:
         axes: mapping from axis name to number of ranks, outermost first.
+        ranks: the global rank of each process of the mesh, if it is on part of the processes only.
         more: additional axes as keywords. One size may be -1, for the rest of the world size; see `resolve`.
 
     Raises:
         MeshError: for a name that is not an identifier, a size that is not a positive integer or -1, or a second -1.
+            Also for `ranks` that repeat, or are not as many as the sizes.
     """
 
-    __slots__ = ("_shape",)
+    __slots__ = ("_ranks", "_shape")
 
-    def __init__(self, axes: Mapping[str, int] | None = None, /, **more: int) -> None:
+    def __init__(
+        self, axes: Mapping[str, int] | None = None, /, *, ranks: Sequence[int] | None = None, **more: int
+    ) -> None:
         self._shape = {**(axes or {}), **more}
+        self._ranks = None if ranks is None else tuple(ranks)
         for name, size in self._shape.items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise MeshError(f"{name!r} cannot name a mesh axis; take an identifier, 'data'")
@@ -39,6 +44,8 @@ class Mesh:
                 raise MeshError(f"mesh axis {name!r} has size {size!r}; give a positive number, or -1 for the rest")
         if list(self._shape.values()).count(-1) > 1:
             raise MeshError(f"only one axis can take the rest of the ranks, but {self!r} has several -1")
+        if self._ranks is not None and (self.size != len(self._ranks) or len(set(self._ranks)) < self.size):
+            raise MeshError(f"{self!r} has {self.size} ranks; list the global rank of each of them, once")
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -112,6 +119,15 @@ class Mesh:
     def ranks(self) -> range:
         """All ranks in order."""
         return range(self.size)
+
+    @property
+    def processes(self) -> Sequence[int]:
+        """Global rank of the process of each rank.
+
+        >>> Mesh(data=2, ranks=[1, 3]).processes
+        (1, 3)
+        """
+        return self.ranks if self._ranks is None else self._ranks
 
     def axis_size(self, axes: AxisNames) -> int:
         """Return the number of ranks along an axis, or the product over several axes.
@@ -187,13 +203,17 @@ class Mesh:
     # --- as a value ---
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and list(self._shape.items()) == list(other._shape.items())
+        return isinstance(other, Mesh) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(tuple(self._shape.items()))
+        return hash(self._key())
+
+    def _key(self) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...] | None]:
+        return tuple(self._shape.items()), self._ranks
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{name}={size}' for name, size in self._shape.items())})"
+        fields = [f"{name}={size}" for name, size in self._shape.items()]
+        return f"Mesh({', '.join(fields if self._ranks is None else [*fields, f'ranks={list(self._ranks)}'])})"
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self._shape.items()) or "one rank"

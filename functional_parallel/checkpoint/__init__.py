@@ -4,6 +4,7 @@ from .copies import Copies
 from .folder import TOO_FAST, TRIES, candidates
 from .foreign import consolidate, load
 from .layouts import LeafLayout, Piece, Vector
+from .moves import Move, MovePlan
 from .opened import Checkpoint, LeafInfo
 from .peers import Peers
 from .plan import SavePlan, plan_restore, plan_save

@@ -104,11 +104,19 @@ class Piece:
 
     def writer(self, coordinates: Coordinates, mesh: Mesh) -> int:
         """Return the rank that writes the shard of the ranks with these coordinates along `axes`."""
-        index, found = self.writers.at(coordinates, mesh), {axis: coordinates[axis] for axis in self.axes}
+        return self.rank_of(self.writers.at(coordinates, mesh), coordinates, mesh)
+
+    def rank_of(self, index: int, coordinates: Coordinates, mesh: Mesh) -> int:
+        """Return one of the ranks that hold the same, by its index among them. Indices repeat."""
+        found = {axis: coordinates[axis] for axis in self.axes}
         for axis, indices in reversed(self.replicas(mesh)):
             index, place = divmod(index, len(indices))
             found[axis] = indices[place]
         return mesh.rank(found)
+
+    def copies(self, mesh: Mesh) -> int:
+        """Return the number of ranks that hold the same."""
+        return math.prod(len(indices) for _, indices in self.replicas(mesh))
 
     def is_held(self, coordinates: Coordinates) -> bool:
         return all(coordinates[axis] in indices for axis, indices in self.where)
@@ -184,13 +192,15 @@ class LeafLayout:
 
     def writers(self, box: Box, mesh: Mesh) -> list[int]:
         """Return the ranks that may write elements of a box, each once."""
-        found: dict[int, None] = {}
+        pairs = self.split_coordinates(box, mesh)
+        return list(dict.fromkeys(piece.writer(coordinates, mesh) for piece, coordinates in pairs))
+
+    def split_coordinates(self, box: Box, mesh: Mesh) -> Iterator[tuple[Piece, dict[str, int]]]:
+        """Yield each piece with the coordinates, along the axes that split it, of ranks that hold elements of a box."""
         for piece in self.pieces:
             part = box if piece.rows is None else _in_rows(box, piece.rows)
             if part is not None:
-                for coordinates in self._split_coordinates(piece, part, mesh):
-                    found[piece.writer(coordinates, mesh)] = None
-        return list(found)
+                yield from ((piece, coordinates) for coordinates in self._split_coordinates(piece, part, mesh))
 
     def _split_coordinates(self, piece: Piece, box: Box, mesh: Mesh) -> Iterator[dict[str, int]]:
         """Yield the coordinates, along the axes that split a piece, of the ranks that hold elements of a box of it."""

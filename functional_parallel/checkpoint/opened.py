@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from ..program import columns, readable_bytes
 from .files import FileInfo, ShardFile
 from .format import NAME, decode, plan_from_json
 from .layouts import LeafLayout, Piece
-from .plan import ReadItem, plan_restore
+from .plan import ReadItem, RestorePlan, plan_restore
 from .positions import position_of
 
 REMOVES = "a Saver with keep=… removes all but the newest ones"
@@ -46,6 +46,14 @@ class Checkpoint:
         numbers: leaves that are Python numbers, by kind and key.
         left_out: shape and dtype of the frozen leaves that `only="trained"` left out, by kind and key.
     """
+
+    kind = "the checkpoint"  # for messages about leaves that do not fit
+    error: type[Exception] = CheckpointError
+    cast_hint = "; see cast=True"
+    hint = (
+        "\nrename={old: new} restores renamed leaves; partial=True with like=… those that both have; resize={path: "
+        "'zeros'} with like=… those of another size"
+    )
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -174,6 +182,18 @@ class Checkpoint:
 
     def open(self, name: str) -> ShardFile:
         return ShardFile(self.path / name, self.files[name], self.body["sums"])
+
+    def fill(self, items: RestorePlan, shards: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        """Read shards, by the index of the held tensor and the rank."""
+        for rank in {rank: None for _, rank in shards}:
+            mine = [item for item in items.rank(rank) if (item.part.held, rank) in shards]
+            covered = Counter[int]()
+            for item in mine:
+                covered[item.part.held] += sum(common.numel for _, common in item.sources)
+            for (index, owner), shard in shards.items():
+                if owner == rank and covered[index] < shard.numel():
+                    shard.zero_()  # padding, and what a larger shape adds
+            self.read(mine, lambda held, rank=rank: shards[held, rank], rank)  # type: ignore[misc]
 
     def read(self, items: Iterable[ReadItem], held: Callable[[int], torch.Tensor], rank: int = 0) -> None:
         """Read boxes into held tensors, by their indices. Each file is read once, from its beginning.

@@ -8,9 +8,9 @@ dim with stay. The others are moved, added and removed, in this order, so that s
 | from one dim to another | `all_to_all` |
 | added to a dim | `pscatter`, a slice; `psum_scatter` of partial sums; `scatter` by an owner |
 | removed from a dim | `all_gather`; `gather` to an owner |
-| partial sums to replicated | `psum`; `reduce` to an owner |
+| partial sums to replicated | `psum` |
 | replicated to `reduced` | `pcast` |
-| owner to replicated | `pbroadcast` |
+| owner to replicated | `broadcast` |
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ from sharding_specs import P, SpecError, broadcast_specs
 from ..collectives import (
     all_gather,
     all_to_all,
+    apply_primitive,
     axis_size,
-    gather,
-    pbroadcast,
     pcast,
     pscatter,
     psum,
     psum_scatter,
-    reduce,
-    scatter,
 )
 from .request import PyTree, SpecTree
 
@@ -66,8 +63,8 @@ def relayout(x: PyTree, held: SpecTree, wanted: SpecTree) -> PyTree:
         A pytree of the shards in the wanted layouts.
 
     Raises:
-        SpecError: if a spec does not fit its tensor, or if `held` has no conversion to `wanted`: from `reduced`, or to
-            `unreduced`.
+        SpecError: if a spec does not fit its tensor, or if `held` has no conversion to `wanted`: from `reduced`, to
+            `unreduced`, or to an owner from anything but shards.
     """
 
     return optree.tree_map(relayout_leaf, x, broadcast_specs(held, x), broadcast_specs(wanted, x))
@@ -85,8 +82,12 @@ class _Relayout:
         self.x, self.held, self.wanted = x, held, wanted
         if max(len(held.dims), len(wanted.dims)) > x.ndim:
             raise SpecError(f"relayout: {held!r} and {wanted!r} have more dims than a tensor of shape {tuple(x.shape)}")
-        if held.reduced - wanted.reduced or wanted.unreduced - held.unreduced:
-            raise SpecError(f"relayout: {held!r} has no conversion to {wanted!r}: `reduced` and `unreduced` are states")
+        alone = wanted.owner.keys() - held.owner.keys() - held.axes
+        if held.reduced - wanted.reduced or wanted.unreduced - held.unreduced or alone:
+            raise SpecError(
+                f"relayout: {held!r} has no conversion to {wanted!r}: `reduced` is kept, `unreduced` is not added, and "
+                "an owner gets shards"
+            )
         self.partial = set(held.unreduced - wanted.unreduced)
         self.owners = {axis: rank for axis, rank in held.owner.items() if wanted.owner.get(axis) != rank}
         self.now, self.goal = ([[*dim] for dim in _dims(spec, x.ndim)] for spec in (held, wanted))
@@ -103,12 +104,10 @@ class _Relayout:
     def result(self) -> torch.Tensor:
         while self._move() or self._add() or self._remove():
             pass
-        if rest := tuple(sorted(axis for axis in self.partial if axis not in self.wanted.owner)):
-            self.x = psum(self.x, rest)
-        for axis in sorted(self.partial & self.wanted.owner.keys()):
-            self.x = reduce(self.x, axis, self.wanted.owner[axis])
+        if self.partial:
+            self.x = psum(self.x, tuple(sorted(self.partial)))
         for axis, rank in self.owners.items():
-            self.x = pbroadcast(self.x, axis, rank)
+            self.x = apply_primitive("broadcast", self.x, (axis,), rank, "invariant")
         if casts := tuple(sorted(self.wanted.reduced - self.held.reduced - self.held.axes)):
             self.x = pcast(self.x, casts, to="reduced")
         return self.x
@@ -135,7 +134,7 @@ class _Relayout:
                 self._pad(dim)
                 split: Callable[..., torch.Tensor] = psum_scatter if axis in self.partial else pscatter
                 if axis in self.owners:
-                    split = partial(scatter, source=self.owners.pop(axis))
+                    split = partial(_with_owner, "scatter", self.owners.pop(axis))
                 self.partial.discard(axis)
                 self.x = _blockwise(split, self.x, axis, dim, outer)
                 self._split(dim)
@@ -149,7 +148,7 @@ class _Relayout:
             return False
         axis, outer, wanted = str(self.now[dim][-1]), _outer(self.now[dim]), self.wanted
         if axis in wanted.owner:
-            join: Callable[..., torch.Tensor] = partial(gather, root=wanted.owner[axis])
+            join: Callable[..., torch.Tensor] = partial(_with_owner, "gather", wanted.owner[axis])
         else:
             join = partial(all_gather, to="reduced" if axis in wanted.reduced else "invariant")
         self.x = _blockwise(join, self.x, axis, dim, outer)
@@ -200,6 +199,10 @@ def _padded(size: int, spec: P, dim: int) -> int:
 def _outer(factors: Sequence[str | int]) -> int:
     """Return the number of blocks of a rank around its slices by the last axis. Axes before it have one each."""
     return math.prod(factor for factor in factors if isinstance(factor, int))
+
+
+def _with_owner(name: str, owner: int, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    return apply_primitive(name, x, (axis,), dim, owner)
 
 
 def _blockwise(

@@ -7,7 +7,7 @@ ranks, so nothing is compared. `Executor` is defined with the pipelines, which d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from sharding_specs import Mesh, P
 
 from .. import _torch
+from ..ir import Aval
 from .execution import Origin
 
 Handle = TypeVar("Handle")  # a sharded value, as the runtime holds it
@@ -42,6 +43,17 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     def own_ranks(self) -> Sequence[int]:
         """Ranks of the mesh in this process."""
         return self.mesh.ranks if self.base is None else self.base.own_ranks
+
+    @property
+    def process(self) -> int:
+        """Global rank of this process; 0 if it has all ranks."""
+        return 0 if self.base is None else self.base.process
+
+    def send_and_receive(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[Aval]]
+    ) -> dict[int, list[torch.Tensor]]:
+        """Send tensors to processes and receive tensors from them, by global rank. Every process calls it."""
+        return {} if self.base is None else self.base.send_and_receive(outgoing, incoming)
 
     @property
     def store(self) -> dist.Store | None:

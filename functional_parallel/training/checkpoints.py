@@ -61,7 +61,7 @@ def save_state(
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra={extra!r}: a checkpoint has what JSON can hold ({error})") from None
     peers = peers_of(runtime)
-    where = tuple(_where(runtime, form, state, index) for index in range(len(form.specs)))
+    where = tuple(holders_of(runtime, form, state, index) for index in range(len(form.specs)))
     leaves, plan = _plan(manager, form, where, only)
     left_out = [] if only is None else [leaf for leaf in leaves.tensors if _is_frozen(leaf, leaves)]
     numbers = {key: state.handles[index].value for key, index in leaves.numbers.items()}
@@ -106,7 +106,7 @@ def _is_frozen(leaf: LeafLayout, leaves: SavedLeaves) -> bool:
     return leaves.frozen.get(leaves.owners[f"{leaf.kind}/{leaf.key}"]) == leaf.shape
 
 
-def _where(runtime: Runtime[Any, Any], form: StateLayout, state: TrainState, index: int) -> Where:
+def holders_of(runtime: Runtime[Any, Any], form: StateLayout, state: TrainState, index: int) -> Where:
     handle = state.handles[index]
     return owners_along(form, index) + (() if isinstance(handle, StaticLeaf) else runtime.where(handle))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from ..pipelines import PipelineProgram, pipeline_of
 from ..runtime import Runtime, Where, device_of
 from ..tracing import disable_ambient_modes
 from .checkpoints import owners_along, peers_of, reduction_of
+from .moving import HeldState
 from .resizing import Resize, Rule, resized
 from .saved import SavedLeaves, saved_leaves
 from .signatures import listed
@@ -149,14 +149,27 @@ def _on_all(
     return result, [text for text, _ in every]
 
 
+def load_state(manager: StateManager, state: TrainState) -> TrainState:
+    """Return a state of another step in the layout of this one, by messages between the ranks. Every process calls it.
+
+    Raises:
+        TypeError: if the state is of simulated ranks, and this step is of real processes, or the reverse.
+        ValueError: if a leaf of one step is not one of the other, or has another shape or dtype.
+    """
+    source = HeldState(state, manager)
+    options = RestoreOptions(None, source.leaves.params, None, {}, False, False, False, {})
+    with disable_ambient_modes():
+        return _Restore(manager, manager.runtime(), source, options).state()
+
+
 class _Restore:
-    """A state from a checkpoint, for the ranks of this process."""
+    """A state from a checkpoint or from memory, for the ranks of this process."""
 
     def __init__(
-        self, manager: StateManager, runtime: Runtime[Any, Any], checkpoint: Checkpoint, options: RestoreOptions
+        self, manager: StateManager, runtime: Runtime[Any, Any], source: Checkpoint | HeldState, options: RestoreOptions
     ) -> None:
-        self.manager, self.runtime, self.checkpoint, self.options = manager, runtime, checkpoint, options
-        self.plan: SavePlan = checkpoint.plan
+        self.manager, self.runtime, self.source, self.options = manager, runtime, source, options
+        self.plan: SavePlan = source.plan
         self.first = self._first_state()
         given = self._like() if self.first is None else None  # it may be a function, which is called once
         held = optree.tree_leaves(given) if self.first is None else self.first.handles
@@ -176,25 +189,18 @@ class _Restore:
         handles = [self._handle(index, numbers, index in read) for index in range(len(self.leaves))]
         kept = [leaf for leaf in wanted if f"{leaf.kind}/{leaf.key}" not in self.made]
         items = plan_restore(self.plan, kept, self.manager.mesh)
-        for rank in {rank: None for _, rank in self.shards}:
-            mine = [item for item in items.rank(rank) if (item.part.held, rank) in self.shards]
-            covered = Counter[int]()
-            for item in mine:
-                covered[item.part.held] += sum(common.numel for _, common in item.sources)
-            for (index, owner), shard in self.shards.items():
-                if owner == rank and covered[index] < shard.numel():
-                    shard.zero_()  # padding, and what a larger shape adds
-            self.checkpoint.read(mine, lambda held, rank=rank: self.shards[held, rank], rank)  # type: ignore[misc]
+        self.source.fill(items, self.shards)
         for name, leaves in self.made.items():
             self._make(name, leaves)
         whose = f", of the state that call {self.runtime.calls} restored"
-        return TrainState(self.checkpoint.step, tuple(handles), self.form, whose)
+        return TrainState(self.source.step, tuple(handles), self.form, whose)
 
     def _make(self, name: str, leaves: list[LeafLayout]) -> None:
         """Fill the shards of a leaf, of a parameter its master and the stored one, by a function of the old leaf."""
         rule, mesh = self.resize.rule(leaves[0]), self.manager.mesh
         assert callable(rule)
-        new = resized(rule, self.checkpoint.tensor(name), leaves[0])
+        assert isinstance(self.source, Checkpoint)  # a state in memory is not resized
+        new = resized(rule, self.source.tensor(name), leaves[0])
         self.sums.append(self.runtime.checksum(new))
         for rank in {rank: None for _, rank in self.shards}:
             for leaf in leaves:
@@ -224,10 +230,10 @@ class _Restore:
         like = self.options.like
         if like is not None:
             return like() if callable(like) and not isinstance(like, torch.nn.Module) else like
-        made = self.checkpoint.body["tree"]
+        made = self.source.body["tree"]
         if made is None:
             raise CheckpointError(
-                f"{self.checkpoint.path}: its parameters are in containers other than dicts with text as keys, lists "
+                f"{self.source.path}: its parameters are in containers other than dicts with text as keys, lists "
                 "and tuples, which a checkpoint does not name: give train.restore(path, like=params), parameters of "
                 "the same structure; they may be on the meta device"
             )
@@ -235,14 +241,14 @@ class _Restore:
 
         def leaf(key: str) -> Any:
             if key not in leaves:
-                return self.checkpoint.numbers[f"params/{key}"]
+                return self.source.numbers[f"params/{key}"]
             return torch.empty(leaves[key].shape, dtype=leaves[key].dtype, device="meta")
 
         return tree_from_json(made, leaf)
 
     def _first_state(self) -> TrainState | None:
         """Return a first state for the leaves that the checkpoint lacks: frozen ones, and others with `partial`."""
-        like, lacks = self.options.like, self.checkpoint.left_out
+        like, lacks = self.options.like, self.source.left_out
         if not self.options.partial and not lacks:
             return None
         leaves = zip(tree_keys(like), optree.tree_leaves(like), strict=True)  # a function is one leaf
@@ -251,7 +257,7 @@ class _Restore:
         empty = [key for key in frozen if not callable(like) and self.options.rename.get(key, key) not in given]
         if empty:
             raise CheckpointError(
-                f"{self.checkpoint.path} was saved with only='trained', without these frozen parameters: "
+                f"{self.source.path} was saved with only='trained', without these frozen parameters: "
                 f"{', '.join(listed(empty))}. Give train.restore(path, like=params), with their values"
             )
         if like is None:
@@ -260,7 +266,7 @@ class _Restore:
 
     def _program(self) -> PipelineProgram | None:
         """Return the program of a pipeline, with the ranks that hold each leaf; None if it is not known."""
-        made = self.checkpoint.body["batch"]
+        made = self.source.body["batch"]
         if pipeline_of(self.manager.f.layout) is None or made is None or self.manager.batches.own:
             return None
 
@@ -296,7 +302,7 @@ class _Restore:
     def _wanted(self) -> list[LeafLayout]:
         """Return the leaves to read, with the keys that they have in the checkpoint. Raise if they do not match."""
         held = {f"{leaf.kind}/{leaf.key}": leaf for leaf in self.plan.leaves}
-        left_out = self.checkpoint.left_out
+        left_out = self.source.left_out
         known: dict[str, LeafLayout | LeafInfo] = {**held, **left_out}
         found, problems, used = list[LeafLayout](), list[str](), set[str]()
         every = [(leaf, False) for leaf in self.saved.tensors] + [(leaf, True) for leaf in self.saved.rounded]
@@ -306,7 +312,7 @@ class _Restore:
             if old:
                 problems += self._differences(leaf, known[old], is_rounded or old in left_out)
             elif not (self.options.partial or self._is_optional(leaf.key)):
-                problems.append(f"{leaf}: the checkpoint does not have it")
+                problems.append(f"{leaf}: {self.source.kind} does not have it")
             if old in held:
                 found.append(replace(leaf, key=held[old].key))
                 if held[old].shape != leaf.shape and callable(self.resize.rule(leaf)):
@@ -315,11 +321,9 @@ class _Restore:
             extra = [leaf for name, leaf in held.items() if name not in used and not leaf.key.startswith("~")]
             problems += [f"{leaf}: this step does not have it" for leaf in extra]
         if problems:
-            raise CheckpointError(
-                f"{self.checkpoint.path} is not of this step's model and optimizer:\n  "
-                + "\n  ".join(listed(problems))
-                + "\nrename={old: new} restores renamed leaves; partial=True with like=… those that both have; "
-                "resize={path: 'zeros'} with like=… those of another size"
+            told = "\n  ".join(listed(problems))
+            raise self.source.error(
+                f"{self.source.path} is not of this step's model and optimizer:\n  {told}{self.source.hint}"
             )
         return found
 
@@ -330,9 +334,9 @@ class _Restore:
     def _differences(self, leaf: LeafLayout, saved: LeafLayout | LeafInfo, any_dtype: bool) -> Iterator[str]:
         is_resized = self.resize.rule(leaf) is not None and len(saved.shape) == len(leaf.shape)
         if saved.shape != leaf.shape and not is_resized:
-            yield f"{leaf}: {saved.shape} in the checkpoint, {leaf.shape} in this step"
+            yield f"{leaf}: {saved.shape} in {self.source.kind}, {leaf.shape} in this step"
         elif saved.dtype != leaf.dtype and not (any_dtype or self.options.cast):
-            yield f"{leaf}: {saved.dtype} in the checkpoint, {leaf.dtype} in this step; see cast=True"
+            yield f"{leaf}: {saved.dtype} in {self.source.kind}, {leaf.dtype} in this step{self.source.cast_hint}"
 
     def _old(self, name: str, known: Container[str]) -> str:
         """Return the name, kind and key, that a leaf of this step has in the checkpoint; "" if it is not there."""
@@ -345,13 +349,13 @@ class _Restore:
 
     def _numbers(self) -> dict[int, Any]:
         """Return the values of the leaves that are not tensors, by index."""
-        found, saved = {}, self.checkpoint.numbers
+        found, saved = {}, self.source.numbers
         for name, index in self.saved.numbers.items():
             old = self._old(name, saved)
             if old:
                 found[index] = type(self.leaves[index])(saved[old])
             elif not self.options.partial and "/~" not in name:
-                raise CheckpointError(f"{self.checkpoint.path}: it does not have the number {name!r}")
+                raise CheckpointError(f"{self.source.path}: it does not have the number {name!r}")
         return found
 
     def _handle(self, index: int, numbers: Mapping[int, Any], is_read: bool) -> Any:
@@ -362,7 +366,7 @@ class _Restore:
             if self.first is not None:
                 return self.first.handles[index]
             if leaf.is_meta:
-                raise CheckpointError(f"{self.checkpoint.path}: it does not have a value for {self.form.path(index)}")
+                raise CheckpointError(f"{self.source.path}: it does not have a value for {self.form.path(index)}")
             return self.runtime.shard(leaf, spec)
         where, mesh = self.where[index], self.manager.mesh
 

@@ -55,6 +55,7 @@ class StateLayout:
     state: optree.PyTreeSpec
     specs: tuple[P, ...]  # of each leaf
     looks: tuple[LeafSignature, ...]  # of each leaf as a full tensor
+    manager: Any  # of the step that made it, which maps the leaves to the user's trees
 
     @cached_property
     def key(self) -> Hashable:
@@ -92,10 +93,11 @@ class StateLayout:
         return [f"{look} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
 
 
-def state_layout(mesh: Mesh, places: StepLayout, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> StateLayout:
+def state_layout(manager: Any, places: StepLayout, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> StateLayout:
     """Return the layout of a state with these full parameters and this packed optimizer state."""
     looks = tuple(map(leaf_signature, optree.tree_leaves((params, state))))
-    return StateLayout(mesh, places, optree.tree_structure(params), optree.tree_structure(state), specs, looks)
+    structures = optree.tree_structure(params), optree.tree_structure(state)
+    return StateLayout(manager.mesh, places, *structures, specs, looks, manager)
 
 
 def recorded_steps(before: int, loss: torch.Tensor | None) -> int:

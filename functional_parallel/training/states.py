@@ -152,20 +152,8 @@ class StateManager(ABC):
         runtime.check_sums(name, paths, list(sums.values()))
         return TrainState(0, held, form, f", of the state that call {runtime.calls} made")
 
-    def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
-        """Create a state from full parameters and a full optimizer state, as `whole` returned them.
-
-        Args:
-            params: the parameters.
-            optimizer_state: the optimizer state.
-            step: number of completed steps.
-
-        Raises:
-            TypeError: if `params` are not parameters.
-            ValueError: if the optimizer state does not belong to these parameters and this optimizer. Also if a leaf
-                is on the meta device, or `step` is not a number of steps.
-            InputMismatchError: if the values differ between ranks.
-        """
+    def load_full(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
+        """Create a state from full parameters and a full optimizer state."""
         register_dataclasses(params, optimizer_state)
         require_parameters(params, "train_step.load")
         stacks, expected = self.stacks, expected_state(self.optimizer.init, self._trained_stacks(params))
@@ -227,7 +215,7 @@ class StateManager(ABC):
         validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
         params, packed, state_specs = self.placed(places, params, optimizer_state)
         specs = optree.tree_leaves((places.kept, state_specs))
-        found = state_layout(self.mesh, places, params, packed, tuple(specs))
+        found = state_layout(self, places, params, packed, tuple(specs))
         if found.key not in self._forms and self.replicas is None:
             warn_of_replicated_state(packed, state_specs, places, self.optimizer, self.requests)
         form = self._forms.setdefault(found.key, found)
@@ -420,7 +408,7 @@ class StateManager(ABC):
         why = f"; {form.difference([*self._forms.values()][-1])}" if self._forms else ", which has made none yet"
         raise ValueError(
             f"this state was not made by this train_step{why}: begin with train.init(params), or take it over by "
-            "train.load(*other.whole(state), state.step), where `other` is the step that made it"
+            "train.load(state), which moves it to this step's layout"
         )
 
     def shapes(self, form: StateLayout, state: TrainState) -> tuple[PyTree, PyTree]:

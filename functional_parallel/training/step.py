@@ -35,7 +35,7 @@ from .on_state import StateFunction
 from .options import StepOptions, require_arguments, with_buffers
 from .replicas import on_replicas
 from .resizing import Rule
-from .restoring import RestoreOptions, restore_state
+from .restoring import RestoreOptions, load_state, restore_state
 from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
 from .states import StateManager
 from .update import require_declared
@@ -287,6 +287,40 @@ class TrainStep(StateManager):
         return self._lowered_for(form, batch, lambda: form.trees(leaves), self.replicas is not None).program
 
     # --- checkpoints ---
+
+    def load(self, params: PyTree, optimizer_state: PyTree = None, step: int | None = None) -> TrainState:
+        """Create a state from full parameters and a full optimizer state, as `whole` returned them, or move a state.
+
+        A state of another step is moved to the layout of this one, on the same or another mesh of the same processes.
+        Ranks send each other the elements that they lack, so no rank holds a full leaf. Both states remain usable.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> loss, sgd = lambda p, x: (x @ p["w"]).sum(), fp.optim.sgd(0.1, momentum=0.9)
+        >>> first = fp.train_step(loss, sgd, Mesh(data=4), fp.zero(3, "data"))
+        >>> second = fp.train_step(loss, sgd, Mesh(data=2, tensor=2), fp.zero(1, "data"))
+        >>> state = first.init({"w": torch.ones(3, 2)})
+        >>> second.params(second.load(state))["w"].shape
+        torch.Size([3, 2])
+
+        Args:
+            params: the parameters, or the state of another step.
+            optimizer_state: the optimizer state. A state of another step has its own.
+            step: number of completed steps. A state of another step has its own.
+
+        Raises:
+            TypeError: if `params` are not parameters, or if a state is given with more arguments.
+            ValueError: if the optimizer state does not belong to these parameters and this optimizer. Also if a leaf
+                is on the meta device, or `step` is not a number of steps.
+            InputMismatchError: if the values differ between ranks.
+        """
+        if not isinstance(params, TrainState):
+            return self.load_full(params, optimizer_state, 0 if step is None else step)
+        if optimizer_state is not None or step is not None:
+            raise TypeError(
+                "train_step.load: a state of another step has its optimizer state and its step; give it alone"
+            )
+        return load_state(self, params)
 
     def save(
         self, state: TrainState, path: str | Path, *, data: Any = None, extra: Any = None, only: str | None = None

@@ -37,8 +37,7 @@ from ..calls import READS
 from ..execution import Log, Origin
 from ..handles import Part, PipelineValue, copy_if_aliased
 from ..interface import Runtime, Where
-from ..processes import ProcessCommunicator
-from .point_to_point import PointToPoint
+from ..processes import PointToPoint, ProcessCommunicator
 
 
 class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
@@ -253,7 +252,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     def mail(self) -> PointToPoint:
         """This rank's messages. The first access is a collective."""
         assert self.carrier is not None
-        return PointToPoint(self.carrier, self.axis, self.ranks[0], self.base.device)
+        return PointToPoint(self.carrier, (self.axis,), self.ranks[0], self.base.device)
 
     def _executor(self, program: PipelineProgram) -> ScheduleRunner:
         return ScheduleRunner(program, self.mail, partial(self._timed, program))

@@ -2,6 +2,7 @@
 
 from .groups import Axes, AxisGroup
 from .messages import COMPLETED, Messages
+from .point_to_point import PointToPoint
 from .process_communicator import GATHERED, ProcessCommunicator
 from .processes import ProcessRuntime
 from .rank_program import RankProgram, Readers

@@ -13,9 +13,9 @@ import socket
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from ... import _torch
 from ...checker import run_typed
 from ...errors import CollectiveError, InputMismatchError, LaunchError, LayoutError, ProgramMismatchError
 from ...functions import relayout_leaf
-from ...ir import checksum, first_difference, hollow, sample_hash
+from ...ir import Aval, checksum, first_difference, hollow, sample_hash
 from ...program import Program, has_owner
 from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names
 from ..execution import CapturedFunction, Log, Origin
@@ -37,6 +37,7 @@ from ..launchers import launch_of_environment
 from ..mpi import MPI_BACKENDS, chosen_backend, start_mpi
 from ..watch import Watch, launched_store, recorded, watch_processes
 from .control_group import ControlGroup
+from .point_to_point import PointToPoint
 from .process_communicator import require_as_many
 from .transports import requested_transport
 
@@ -77,12 +78,28 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def exchange(self, value: Value, purpose: str) -> list[Value]:
         return self._meeting.exchange(value, purpose)
 
+    def send_and_receive(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[Aval]]
+    ) -> dict[int, list[torch.Tensor]]:
+        with self.turn, self.carrier.bound():
+            self.carrier.doing.begin("moves a state")
+            return self._mail.exchange(outgoing, incoming)
+
+    @cached_property
+    def _mail(self) -> PointToPoint:
+        """Messages to all ranks. The first access is a collective."""
+        return PointToPoint(self.carrier, self.mesh.axes, self.rank, _device_of_ranks())
+
     def algorithms(self, *axes: str) -> str:
         return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
 
     @property
     def own_ranks(self) -> Sequence[int]:
         return (self.rank,)
+
+    @property
+    def process(self) -> int:
+        return self.mesh.processes[self.rank]
 
     @property
     def store(self) -> dist.Store | None:
@@ -122,7 +139,9 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
             return handle
         with self.turn, self.carrier.bound():
             self.carrier.doing.begin(READS + whose)
-            return relayout_leaf(handle, held, P())
+            for axis, owner in held.owner.items():
+                handle = self.carrier.broadcast(handle, (axis,), owner)  # other ranks have no memory for it
+            return relayout_leaf(handle, held.replace(owner={}), P())
 
     def _between_ranks(self, spec: P) -> P:
         """Return a spec without the axes of one rank, over which nothing is sent."""

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline in different processes: nonblocking sends and receives."""
+"""Messages between the ranks of some axes in different processes: nonblocking sends and receives."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from ...ir import Aval
 from ...schedules import Action, Receive, Send
 from ..calls import NamedWait, Waitable, rank_name
 from ..joined import as_bytes
-from ..processes import COMPLETED, ProcessCommunicator
+from .messages import COMPLETED
+from .process_communicator import ProcessCommunicator
 
 _KINDS = (RuntimeError, ValueError)  # errors of torch's messages
 
 
 class PointToPoint:
-    """Messages of one rank of a pipeline, numbered along its axis.
+    """Messages of one rank, numbered along some axes: that of a pipeline, or all.
 
     Between two ranks, messages arrive in the order of their sends, and the schedule's receives are posted in that
     order. They therefore need no tags.
     """
 
-    def __init__(self, carrier: ProcessCommunicator, axis: str, rank: int, device: torch.device) -> None:
-        self.carrier, self.axis, self.rank, self.device = carrier, axis, rank, device
-        self._messages = carrier.messages((axis,), device)
+    def __init__(self, carrier: ProcessCommunicator, axes: Sequence[str], rank: int, device: torch.device) -> None:
+        self.carrier, self.axes, self.rank, self.device = carrier, tuple(axes), rank, device
+        self._messages = carrier.messages(self.axes, device)
         self._expected: dict[Action, tuple[Receive, list[torch.Tensor], list[Waitable], float]] = {}
         self._sent: list[tuple[Any, torch.Tensor, Send | int]] = []
 
@@ -88,24 +89,25 @@ class PointToPoint:
     def _post_each(self, values: Sequence[torch.Tensor], rank: int, name: Send | int) -> None:
         for value in values:
             buffer = as_bytes(value)
-            with _MessageWait(self.carrier, self.axis, name).noted(kinds=_KINDS):  # for free space
+            with _MessageWait(self.carrier, self.axes, name).noted(kinds=_KINDS):  # for free space
                 work = self._messages.send(buffer, rank)
             if work is not COMPLETED:
                 self._sent.append((work, buffer, name))
 
     def _wait(self, work: Waitable, name: Send | Receive | int, began: float) -> None:
-        with _MessageWait(self.carrier, self.axis, name).noted(began, kinds=_KINDS):
+        with _MessageWait(self.carrier, self.axes, name).noted(began, kinds=_KINDS):
             work.wait()
 
 
 class _MessageWait(NamedWait):
-    """A wait for a message of the schedule, or of an exchange with a rank of the pipeline's axis."""
+    """A wait for a message of the schedule, or of an exchange with a rank."""
 
     __slots__ = ("_name",)
 
-    def __init__(self, carrier: ProcessCommunicator, axis: str, name: Send | Receive | int) -> None:
+    def __init__(self, carrier: ProcessCommunicator, axes: Sequence[str], name: Send | Receive | int) -> None:
         mesh, rank, other = carrier.mesh, carrier.rank, name if isinstance(name, int) else name.rank
-        super().__init__(mesh, rank, [mesh.rank({**mesh.coordinates(rank), axis: other})])
+        group = next(group for group in mesh.groups(axes) if rank in group)
+        super().__init__(mesh, rank, [group[other]])
         self._name = name
 
     @property

@@ -1,0 +1,86 @@
+"""State of another step as the source of a restore: it is moved between the ranks, without files."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..checkpoint import Move, MovePlan, SavePlan
+from ..data import check_same_call
+from ..ir import Aval
+from .checkpoints import holders_of
+from .finite import settle
+from .saved import saved_leaves
+from .state import TrainState
+
+_MOST = 64 << 20  # bytes that a process sends or receives before it copies them, or one leaf
+
+
+class HeldState:
+    """A state in memory, with the attributes of a checkpoint that a restore reads.
+
+    Attributes:
+        sent: bytes that `fill` has sent, by this process or by all simulated ranks.
+    """
+
+    left_out: Mapping[str, Any] = {}
+    kind, error, hint, cast_hint = "the state", ValueError, "", ""
+
+    def __init__(self, state: TrainState, target: Any) -> None:
+        form = state.form
+        self.state, self.manager = state, form.manager
+        self.runtime = self.manager.runtime_for(state)
+        if self.runtime.holders != target.runtime().holders:
+            raise TypeError(
+                f"train_step.load: the state is of {self.runtime.holders}, this step of {target.runtime().holders}: "
+                "call torch.distributed.init_process_group before both"
+            )
+        check_same_call(target.runtime(), f"loads a state of step {state.step} on {form.mesh!r}")
+        settle(self.manager, state)
+        where = [holders_of(self.runtime, form, state, index) for index in range(len(form.specs))]
+        self.leaves = saved_leaves(self.manager, form, where.__getitem__)
+        self.path = f"the state of step {state.step} on {form.mesh!r}"
+        self.plan = SavePlan(form.mesh, self.leaves.tensors, self.path)
+        self.numbers = {key: state.handles[index].value for key, index in self.leaves.numbers.items()}
+        self.step, self.sent = state.step, 0
+        self.body = {"tree": None, "batch": self.manager.batch_signature}
+
+    def fill(self, items: Any, shards: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        """Fill shards, by the index of the held tensor and the rank of the restoring mesh."""
+        for shard in shards.values():
+            shard.zero_()  # padding
+        plan = MovePlan(items.leaves, self.plan.mesh, items.mesh)
+        if self.runtime.holders == "simulated ranks":
+            for rank in {rank: None for _, rank in shards}:
+                for move in plan.into(items.mesh.processes[rank]):
+                    if (move.target.held, rank) in shards:
+                        self._put(move, self._piece(move), shards[move.target.held, rank])
+            return
+        own = self.runtime.process
+        rank = next((rank for _, rank in shards), 0)
+        for part in plan.parts(_MOST):
+            incoming, outgoing = defaultdict[int, list[Move]](list), defaultdict[int, list[torch.Tensor]](list)
+            for move in part.out_of(own):
+                outgoing[move.receiver].append(self._piece(move))
+            for move in part.into(own):
+                incoming[move.sender].append(move)
+            kept = incoming.pop(own, [])
+            avals = {sender: [Aval(m.box.size, m.leaf.dtype) for m in moves] for sender, moves in incoming.items()}
+            found = self.runtime.send_and_receive(outgoing, avals)
+            found[own] = map(self._piece, kept)
+            for sender, moves in [*incoming.items(), (own, kept)]:
+                for move, values in zip(moves, found[sender], strict=True):
+                    self._put(move, values, shards[move.target.held, rank])
+
+    def _piece(self, move: Move) -> torch.Tensor:
+        """Return the box that a process sends, a view of its shard."""
+        index, rank = move.source.held, self.plan.mesh.processes.index(move.sender)
+        shard = self.runtime.shard_of(self.state.handles[index], self.state.form.specs[index], rank)
+        return move.source.view(shard)[move.box.within(move.source.box).slices]
+
+    def _put(self, move: Move, values: torch.Tensor, shard: torch.Tensor) -> None:
+        move.target.view(shard)[move.box.within(move.target.box).slices].copy_(values)
+        self.sent += move.nbytes
