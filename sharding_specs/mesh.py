@@ -27,7 +27,7 @@ class Mesh:
 
     Raises:
         MeshError: for a name that is not an identifier, a size that is not a positive integer or -1, or a second -1.
-            Also for `ranks` that repeat, or are not as many as the sizes.
+            Also for `ranks` that are not ascending, or not as many as the sizes.
     """
 
     __slots__ = ("_ranks", "_shape")
@@ -44,8 +44,10 @@ class Mesh:
                 raise MeshError(f"mesh axis {name!r} has size {size!r}; give a positive number, or -1 for the rest")
         if list(self._shape.values()).count(-1) > 1:
             raise MeshError(f"only one axis can take the rest of the ranks, but {self!r} has several -1")
-        if self._ranks is not None and (self.size != len(self._ranks) or len(set(self._ranks)) < self.size):
-            raise MeshError(f"{self!r} has {self.size} ranks; list the global rank of each of them, once")
+        if self._ranks is not None and (
+            len(self._ranks) != self.size or [*self._ranks] != sorted({*self._ranks}) or self._ranks[0] < 0
+        ):
+            raise MeshError(f"{self!r} has {self.size} ranks; list the global rank of each, in ascending order")
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -76,6 +78,10 @@ class Mesh:
         >>> Mesh(data=-1, tensor=2).resolve(8)
         Mesh(data=4, tensor=2)
         """
+        if self._ranks is not None:
+            if self._ranks[-1] >= world_size:
+                raise MeshError(f"{self!r} names rank {self._ranks[-1]}, but there are {world_size}")
+            return self
         known = math.prod(size for size in self._shape.values() if size != -1)
         if -1 in self._shape.values():
             if world_size % known:
@@ -119,6 +125,11 @@ class Mesh:
     def ranks(self) -> range:
         """All ranks in order."""
         return range(self.size)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the mesh names its processes, so that there may be others."""
+        return self._ranks is not None
 
     @property
     def processes(self) -> Sequence[int]:

@@ -20,7 +20,7 @@ from .interface import Runtime
 from .launchers import launch_of_environment, seeming_launch
 from .mpi import MPI_BACKENDS, chosen_backend
 from .pipelined import PipelineRuntime
-from .processes import ProcessRuntime
+from .processes import Bystander, ProcessRuntime
 from .simulated import SimulatedRuntime
 
 # A runtime, and the process group of all ranks when it was created, as returned by `_world`.
@@ -45,7 +45,7 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
     if world is not None and _world() is None:
         raise _let_go(mesh, "torch.distributed.init_process_group")
     with _torch.disable_functorch():  # the first call of a program may be inside a transform
-        runtime = ProcessRuntime(mesh, reduction=reduction) if _has_processes() else _simulated(mesh)
+        runtime = _of_processes(mesh, reduction) if _has_processes() else _simulated(mesh)
     _made[mesh, reduction] = (runtime, _world())
     return runtime
 
@@ -54,7 +54,7 @@ def runtime_of(mesh: Mesh, f: Callable[..., PyTree], reduction: str = "fast") ->
     """Return the runtime of a function's programs: the runtime of the mesh, wrapped by that of the pipeline if any."""
     base = default_runtime(mesh, reduction)
     plan = pipeline_of(layout_of(f))
-    return base if plan is None else PipelineRuntime(base, plan.axis)
+    return base if plan is None or isinstance(base, Bystander) else PipelineRuntime(base, plan.axis)
 
 
 def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
@@ -146,6 +146,14 @@ def _has_processes() -> bool:
         return True
     launch = launch_of_environment()
     return launch is not None and launch.address != ""
+
+
+def _of_processes(mesh: Mesh, reduction: str) -> Runtime[Any, Any]:
+    if mesh.is_partial:
+        default_runtime(Mesh(process=world_size()))  # starts the processes, and is a collective of all of them
+        if dist.get_rank() not in mesh.processes:
+            return Bystander(mesh)
+    return ProcessRuntime(mesh, reduction=reduction)
 
 
 def _simulated(mesh: Mesh) -> SimulatedRuntime:

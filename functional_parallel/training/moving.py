@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
+from sharding_specs import Mesh
+
 from ..checkpoint import Move, MovePlan, SavePlan
-from ..data import check_same_call
+from ..errors import InputMismatchError
 from ..ir import Aval
+from ..runtime import Where, default_runtime, world_size
 from .checkpoints import holders_of
 from .finite import settle
 from .saved import saved_leaves
-from .state import TrainState
+from .state import StaticLeaf, TrainState
 
 _MOST = 64 << 20  # bytes that a process sends or receives before it copies them, or one leaf
 
@@ -38,15 +41,31 @@ class HeldState:
                 f"train_step.load: the state is of {self.runtime.holders}, this step of {target.runtime().holders}: "
                 "call torch.distributed.init_process_group before both"
             )
-        check_same_call(target.runtime(), f"loads a state of step {state.step} on {form.mesh!r}")
         settle(self.manager, state)
-        where = [holders_of(self.runtime, form, state, index) for index in range(len(form.specs))]
+        self.mail = self.runtime
+        if self.runtime.holders == "real processes" and (form.mesh.is_partial or target.mesh.is_partial):
+            self.mail = default_runtime(Mesh(process=world_size()))
+        where, numbers, self.step, batch = self._agreed()
         self.leaves = saved_leaves(self.manager, form, where.__getitem__)
-        self.path = f"the state of step {state.step} on {form.mesh!r}"
+        self.path = f"the state of step {self.step} on {form.mesh!r}"
         self.plan = SavePlan(form.mesh, self.leaves.tensors, self.path)
-        self.numbers = {key: state.handles[index].value for key, index in self.leaves.numbers.items()}
-        self.step, self.sent = state.step, 0
-        self.body = {"tree": None, "batch": self.manager.batch_signature}
+        self.numbers = {key: numbers[index] for key, index in self.leaves.numbers.items()}
+        self.body, self.sent = {"tree": None, "batch": batch}, 0
+
+    def _agreed(self) -> tuple[list[Where], list[Any], int, Any]:
+        """Return what the processes that have the state know of it, and others do not."""
+        form, own = self.state.form, None
+        if self.runtime.own_ranks:
+            where = [holders_of(self.runtime, form, self.state, index) for index in range(len(form.specs))]
+            numbers = [each.value if isinstance(each, StaticLeaf) else None for each in self.state.handles]
+            own = where, numbers, self.state.step, self.manager.batch_signature
+        known = [each for each in self.mail.exchange(own, f"to load a state on {form.mesh!r}") if each is not None]
+        steps = {each[2] for each in known}
+        if len(steps) > 1:
+            told = ", ".join(map(str, sorted(steps)))
+            raise InputMismatchError(f"train_step.load: the ranks load states of different steps: {told}")
+        found: tuple[list[Where], list[Any], int, Any] = known[0]
+        return found
 
     def fill(self, items: Any, shards: Mapping[tuple[int, int], torch.Tensor]) -> None:
         """Fill shards, by the index of the held tensor and the rank of the restoring mesh."""
@@ -59,7 +78,7 @@ class HeldState:
                     if (move.target.held, rank) in shards:
                         self._put(move, self._piece(move), shards[move.target.held, rank])
             return
-        own = self.runtime.process
+        own = self.mail.process
         rank = next((rank for _, rank in shards), 0)
         for part in plan.parts(_MOST):
             incoming, outgoing = defaultdict[int, list[Move]](list), defaultdict[int, list[torch.Tensor]](list)
@@ -69,7 +88,7 @@ class HeldState:
                 incoming[move.sender].append(move)
             kept = incoming.pop(own, [])
             avals = {sender: [Aval(m.box.size, m.leaf.dtype) for m in moves] for sender, moves in incoming.items()}
-            found = self.runtime.send_and_receive(outgoing, avals)
+            found = self.mail.send_and_receive(outgoing, avals)
             found[own] = map(self._piece, kept)
             for sender, moves in [*incoming.items(), (own, kept)]:
                 for move, values in zip(moves, found[sender], strict=True):

@@ -85,3 +85,14 @@ def test_minus_one_takes_the_rest() -> None:
 def test_errors_say_what_and_where(wrong: object, message: str) -> None:
     with pytest.raises(MeshError, match=message):
         wrong()  # type: ignore[operator]
+
+
+def test_ranks_on_some_of_the_processes() -> None:
+    mesh = Mesh(data=3, ranks=[0, 2, 5])
+    assert (mesh.size, [*mesh.ranks], [*mesh.processes]) == (3, [0, 1, 2], [0, 2, 5])
+    assert repr(mesh) == "Mesh(data=3, ranks=[0, 2, 5])"
+    assert mesh == Mesh({"data": 3}, ranks=[0, 2, 5])
+    assert len({mesh, Mesh(data=3), Mesh(data=3, ranks=[0, 1, 2])}) == 3
+    for ranks in ([0, 1], [0, 1, 1], [1, 0, 2], [-1, 0, 1]):
+        with pytest.raises(MeshError, match="has 3 ranks; list the global rank of each, in ascending order"):
+            Mesh(data=3, ranks=ranks)

@@ -93,6 +93,35 @@ def test_on_processes() -> None:
     assert run_on_processes(on_processes, 4) == [[True] * len(PAIRS)] * 4
 
 
+PARTIAL = Mesh(data=3, ranks=[0, 2, 3])
+
+
+def with_one_process_less(rank: int) -> Any:
+    """Train on four processes, then on three of them, and then on four."""
+    first = step_of("zero 3")
+    second = fp.train_step(loss, fp.optim.adamw(1e-2), PARTIAL, fp.zero(3, "data"))
+    state, _ = first(first.init(parameters()), batch())
+    state = second.load(state)
+    if rank in PARTIAL.processes:
+        state, _ = second(state, batch()[:6])
+    else:
+        with pytest.raises(fp.LaunchError, match=r"process 1 is not on Mesh\(data=3, ranks=\[0, 2, 3\]\)"):
+            second(state, batch()[:6])
+    state = first.load(state)
+    return state.step, first.params(state)
+
+
+def test_a_mesh_over_some_of_the_processes() -> None:
+    found = run_on_processes(with_one_process_less, 4)
+    first, whole = step_of("zero 3"), fp.train_step(loss, fp.optim.adamw(1e-2), Mesh(data=1))
+    state, _ = first(first.init(parameters()), batch())
+    state, _ = whole(whole.load(state), batch()[:6])
+    for step, params in found:
+        assert step == 2
+        same = optree.tree_map(lambda a, b: torch.allclose(a, b, atol=1e-6), params, whole.params(state))
+        assert all(optree.tree_leaves(same))
+
+
 def elements(leaf: LeafLayout, mesh: Mesh, process: int) -> Tensor:
     """Mask of the elements of a leaf that a process holds."""
     mask = torch.zeros(leaf.shape, dtype=torch.bool)
@@ -144,3 +173,26 @@ def test_refusals() -> None:
     step(state, batch())
     with pytest.raises(fp.DonatedStateError):
         step_of("zero 3").load(state)
+
+
+def test_to_a_mesh_over_some_of_the_processes_and_back() -> None:
+    """Process 1 is lost: the others train on, and later all of them again."""
+    first = step_of("zero 3")
+    second = fp.train_step(loss, fp.optim.adamw(1e-2), PARTIAL, fp.zero(3, "data"))
+    state, _ = first(first.init(parameters()), batch())
+    wanted, got = first.whole(state), second.load(state)
+    back = first.load(got)
+    for each in (second.whole(got), first.whole(back)):
+        assert all(optree.tree_leaves(optree.tree_map(torch.equal, wanted, each)))
+    plan = MovePlan(
+        tuple(zip(HeldState(got, first).plan.leaves, HeldState(state, second).plan.leaves, strict=True)),
+        first.mesh,
+        second.mesh,
+    )
+    assert not [*plan.into(1)]
+    assert {move.receiver for move in plan.out_of(1)} <= {0, 2, 3}
+    for wanted_leaf, held in plan.leaves:
+        for process in (0, 2, 3):
+            lacking = elements(wanted_leaf, second.mesh, process) & ~elements(held, first.mesh, process)
+            sent = sum(move.nbytes for move in plan.into(process) if move.leaf == held)
+            assert sent == lacking.sum() * held.dtype.itemsize

@@ -1,5 +1,6 @@
 """One rank of a mesh per process, over torch.distributed."""
 
+from .bystander import Bystander
 from .groups import Axes, AxisGroup
 from .messages import COMPLETED, Messages
 from .point_to_point import PointToPoint

@@ -27,15 +27,18 @@ Value = TypeVar("Value")
 
 
 class ControlGroup:
-    """Control group of all ranks of torch.distributed, which are those of the mesh. Creating it is a collective."""
+    """Control group of the ranks of the mesh. Creating it is a collective."""
 
     def __init__(self, mesh: Mesh, timeout: timedelta | None, doing: CallLog, turn: CallGuard) -> None:
         self._mesh, self._doing, self._turn = mesh, doing, turn
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = mesh.processes.index(dist.get_rank()), mesh.size
         on_devices = str(dist.get_backend()) == "nccl"
         backend = "gloo" if on_devices and dist.is_gloo_available() else None
         with recorded():
-            self._handle = ProcessGroupRef(dist.new_group(backend=backend, timeout=timeout))
+            group = dist.new_group(
+                mesh.processes, backend=backend, timeout=timeout, use_local_synchronization=mesh.is_partial
+            )
+            self._handle = ProcessGroupRef(group)
         self.device = torch.device("cuda" if on_devices and backend is None else "cpu")
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:

@@ -122,7 +122,7 @@ class MeshGroups:
         members = frozenset(ranks)
         if ranks == (self._rank,) and members not in self._groups:  # the other ranks take no part
             with recorded():
-                group = dist.new_group([self._rank], timeout=self._timeout, use_local_synchronization=True)
+                group = dist.new_group([dist.get_rank()], timeout=self._timeout, use_local_synchronization=True)
             self._groups[members] = ProcessGroupRef(group)
         if members not in self._groups:
             raise ValueError(
@@ -142,7 +142,10 @@ def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[froze
     made: dict[frozenset[int], dist.ProcessGroup] = {}
     for axes in dict.fromkeys([*few, tuple(names)]):
         for ranks in mesh.groups(axes) if axes else ():
-            if frozenset(ranks) not in made:
+            if frozenset(ranks) not in made and (rank in ranks or not mesh.is_partial):
+                members = [mesh.processes[each] for each in sorted(ranks)]
                 with recorded():
-                    made[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
+                    made[frozenset(ranks)] = dist.new_group(
+                        members, timeout=timeout, use_local_synchronization=mesh.is_partial
+                    )
     return {ranks: ProcessGroupRef(group) for ranks, group in made.items() if rank in ranks}

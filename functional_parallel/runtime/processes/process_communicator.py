@@ -50,9 +50,10 @@ class ProcessCommunicator:
         if reduction not in ("fast", "ordered"):
             raise ValueError(f"reduction={reduction!r}: write 'fast' or 'ordered'")
         self.mesh = mesh
-        self.rank = dist.get_rank()
+        self.rank = mesh.processes.index(dist.get_rank())
         self.reduction, self.algorithm = reduction, algorithm
-        _agree(mesh, {"reduction": reduction, "algorithm": algorithm})
+        if not mesh.is_partial:
+            _agree(mesh, {"reduction": reduction, "algorithm": algorithm})
         self.doing, self.where = CallLog(rank_name(mesh, self.rank)), ""  # source line of the next collectives
         self._groups = MeshGroups(mesh, self.rank, timeout, self.doing)
         self._backend = TorchCollectives(self._groups, self.doing)
@@ -232,10 +233,10 @@ class ProcessCommunicator:
 
 
 def require_as_many(mesh: Mesh) -> None:
-    if dist.get_world_size() != mesh.size:
+    if dist.get_world_size() != mesh.size and not (mesh.is_partial and mesh.processes[-1] < dist.get_world_size()):
         raise ValueError(
             f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
-            f"start {mesh.size}, or change the mesh"
+            f"start {mesh.size}, change the mesh, or name some of the processes by Mesh(…, ranks=[…])"
         )
 
 

@@ -63,9 +63,9 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         _initialise(_SECONDS if timeout is None else timeout, mesh)
         limit = _torch.timeout_of_all_ranks() if timeout is None else timedelta(seconds=timeout)
         self.mesh, self.turn = mesh, CallGuard()
-        wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "making process groups")
+        wait = NamedWait(mesh, mesh.processes.index(dist.get_rank()), range(mesh.size), "making process groups")
         with wait.noted():
-            self.algorithm, self._transport = requested_transport(algorithm)
+            self.algorithm, self._transport = requested_transport("backend" if mesh.is_partial else algorithm)
             self.carrier = self._transport.communicator(
                 mesh, reduction=reduction, timeout=limit, algorithm=self.algorithm
             )
@@ -374,6 +374,7 @@ _watched: list[weakref.ref[Any]] = []  # the process group of all ranks whose pr
 def _watch_once(mesh: Mesh) -> None:
     """Watch the processes of a group that the user's script made. The first call is a collective."""
     store = _torch.store_of_all_ranks()
+    mesh = Mesh(process=dist.get_world_size()) if mesh.is_partial else mesh
     if mesh.size > 1 and store is not None and not (_watched and _watched[0]() is dist.group.WORLD):
         has_failed = _barrier_failed(dist.barrier(async_op=True)) if str(dist.get_backend()) == "gloo" else None
         _keep(watch_processes(store, dist.get_rank(), mesh.size, partial(rank_name, mesh), has_failed))
