@@ -20,6 +20,7 @@ __all__ = ["LEFT", "ROWS"]
 
 LEFT: dict[str, Any] = {
     "init_device_mesh": device_mesh.init_device_mesh,
+    "DeviceMesh": device_mesh.DeviceMesh,
     "x": tensor.DTensor,
     "dcp": checkpoint,
     **{name: getattr(tensor, name) for name in ("DTensor", "Shard", "Replicate", "Partial", "distribute_tensor")},
@@ -93,6 +94,12 @@ ROWS = [
         "Mesh(data=2, tensor=2)",
         lambda mesh: mesh.size == 4,
         "Without a launcher, one process simulates all ranks.",
+    ),
+    Row(
+        'DeviceMesh("cuda", [0, 2, 3], mesh_dim_names=("data",))',
+        "Mesh(data=3, ranks=[0, 2, 3])",
+        lambda mesh: [*mesh.processes] == [0, 2, 3],
+        "The other processes call `train.init` and `train.load` only.",
     ),
     Row("[Shard(0), Replicate()]", 'P("data")', spec_of((2, 4)), "On the mesh of the first row."),
     Row("[Replicate(), Shard(1)]", 'P(None, "tensor")', spec_of((4, 2))),

@@ -202,7 +202,7 @@ def test_a_state_of_another_step_is_refused(use: str) -> None:
         USES[use](ours, state)
     ours.init(weights(4))
     told = r"not made by this train_step; w0 is \(4, 4\) float64 as P\('data'\) in it, \(4, 4\) float64 as P\(\) in"
-    with pytest.raises(ValueError, match=told + r".*train\.load\(\*other\.whole\(state\), state\.step\)"):
+    with pytest.raises(ValueError, match=told + r".*train\.load\(state\)"):
         USES[use](ours, state)
     ours(ours.load(*theirs.whole(state), state.step), X)
 
