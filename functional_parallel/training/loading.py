@@ -69,10 +69,10 @@ def require_values(params: PyTree, state: PyTree) -> None:
         )
 
 
-def steps_done(step: int | torch.Tensor) -> int:
+def steps_done(step: int | torch.Tensor | None) -> int:
     """Return the number of completed steps as an int. A checkpoint may store it as a tensor."""
     whole = isinstance(step, int) or (isinstance(step, torch.Tensor) and step.ndim == 0 and not is_trained(step))
-    if not whole or isinstance(step, bool) or step < 0:
+    if step is None or not whole or isinstance(step, bool) or step < 0:
         raise ValueError(
             f"train_step.load(step={step!r}): give the number of steps done, `state.step` of what was saved"
         )

@@ -152,7 +152,7 @@ class StateManager(ABC):
         runtime.check_sums(name, paths, list(sums.values()))
         return TrainState(0, held, form, f", of the state that call {runtime.calls} made")
 
-    def load_full(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
+    def load_full(self, params: PyTree, optimizer_state: PyTree, step: int | None) -> TrainState:
         """Create a state from full parameters and a full optimizer state."""
         register_dataclasses(params, optimizer_state)
         require_parameters(params, "train_step.load")

@@ -315,7 +315,7 @@ class TrainStep(StateManager):
             InputMismatchError: if the values differ between ranks.
         """
         if not isinstance(params, TrainState):
-            return self.load_full(params, optimizer_state, 0 if step is None else step)
+            return self.load_full(params, optimizer_state, step)
         if optimizer_state is not None or step is not None:
             raise TypeError(
                 "train_step.load: a state of another step has its optimizer state and its step; give it alone"
