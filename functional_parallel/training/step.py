@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -15,7 +13,7 @@ import torch
 from sharding_specs import Mesh
 
 from .. import random
-from ..checkpoint import Copies, Save, tree_to_json
+from ..checkpoint import tree_to_json
 from ..functions import LocalFunction, PyTree, SpecTree, explain_keywords
 from ..ir import leaf_signature, scalar_beside, with_short_tracebacks
 from ..lowering import ArgumentPaths, Lowered, lower
@@ -28,16 +26,13 @@ from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
 from .batches import tensors_of
-from .checkpoints import save_state
 from .finite import require_finite, require_finite_inputs
+from .kept_states import KeptStates
 from .local_step import LocalTrainStep, Metrics
 from .on_state import StateFunction
 from .options import StepOptions, require_arguments, with_buffers
 from .replicas import on_replicas
-from .resizing import Rule
-from .restoring import RestoreOptions, load_state, restore_state
 from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
-from .states import StateManager
 from .update import require_declared
 
 
@@ -115,7 +110,7 @@ def train_step(
 _DEFAULTS = StepOptions(bucket="auto", donate=True)
 
 
-class TrainStep(StateManager):
+class TrainStep(KeptStates):
     """Compiled training step; see `train_step`."""
 
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
@@ -285,146 +280,6 @@ class TrainStep(StateManager):
             return self._lower(self.known_form(state), state, batch).program
         form, leaves = self.place(*self.begun(state))
         return self._lowered_for(form, batch, lambda: form.trees(leaves), self.replicas is not None).program
-
-    # --- checkpoints ---
-
-    def load(self, params: PyTree, optimizer_state: PyTree = None, step: int | None = None) -> TrainState:
-        """Create a state from full parameters and a full optimizer state, as `whole` returned them, or move a state.
-
-        A state of another step is moved to the layout of this one, on the same or another mesh of the same processes.
-        Ranks send each other the elements that they lack, so no rank holds a full leaf. Both states remain usable.
-
-        >>> import torch, functional_parallel as fp
-        >>> from sharding_specs import Mesh
-        >>> loss, sgd = lambda p, x: (x @ p["w"]).sum(), fp.optim.sgd(0.1, momentum=0.9)
-        >>> first = fp.train_step(loss, sgd, Mesh(data=4), fp.zero(3, "data"))
-        >>> second = fp.train_step(loss, sgd, Mesh(data=2, tensor=2), fp.zero(1, "data"))
-        >>> state = first.init({"w": torch.ones(3, 2)})
-        >>> second.params(second.load(state))["w"].shape
-        torch.Size([3, 2])
-
-        Args:
-            params: the parameters, or the state of another step.
-            optimizer_state: the optimizer state. A state of another step has its own.
-            step: number of completed steps. A state of another step has its own.
-
-        Raises:
-            TypeError: if `params` are not parameters, or if a state is given with more arguments.
-            ValueError: if the optimizer state does not belong to these parameters and this optimizer. Also if a leaf
-                is on the meta device, or `step` is not a number of steps.
-            InputMismatchError: if the values differ between ranks.
-        """
-        if not isinstance(params, TrainState):
-            return self.load_full(params, optimizer_state, step)
-        if optimizer_state is not None or step is not None:
-            raise TypeError(
-                "train_step.load: a state of another step has its optimizer state and its step; give it alone"
-            )
-        return load_state(self, params)
-
-    def save(
-        self, state: TrainState, path: str | Path, *, data: Any = None, extra: Any = None, only: str | None = None
-    ) -> None:
-        """Save a state as a checkpoint of its step. It returns when the checkpoint is safe on the disk.
-
-        Each rank writes what it holds, and ranks with equal shards share the work. Every process must call it.
-
-        >>> import tempfile, torch, functional_parallel as fp
-        >>> from sharding_specs import Mesh
-        >>> def loss(w, x):
-        ...     return ((x @ w - 1) ** 2).mean()
-        >>> folder = tempfile.mkdtemp()
-        >>> train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(data=2), fp.zero(3, "data"))
-        >>> state, metrics = train(train.init(torch.zeros(2)), torch.eye(2))
-        >>> train.save(state, folder, extra={"loss": 1.0})
-        >>> wider = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(data=4), fp.zero(1, "data"))
-        >>> again = wider.restore(folder)
-        >>> again.step, torch.equal(wider.params(again), train.params(state))
-        (1, True)
-
-        Args:
-            state: the state.
-            path: folder of the run's checkpoints, which all hosts share. It is created. Each checkpoint is a folder in
-                it, such as `step_00000100`.
-            data: the `fp.Position` that `sampler.run` returned with the last batch, or a loader with `state_dict` and
-                `load_state_dict`.
-            extra: what else to save; JSON.
-            only: "trained" to leave out the parameters that the optimizer does not update: those that `by_path`
-                freezes, and tensors of integers. Parameters that the loss does not use are saved, with their state.
-
-        Raises:
-            CheckpointError: on every process, if a process could not write its part, or another run writes there. The
-                state is unchanged, so training can go on.
-            TypeError: if `data` or `extra` cannot be saved.
-        """
-        save = self.begin_save(state, path, data=data, extra=extra, only=only)
-        save.run()
-        save.wait()
-
-    def begin_save(
-        self,
-        state: TrainState,
-        path: str | Path,
-        *,
-        data: Any = None,
-        extra: Any = None,
-        keep: int | None = None,
-        copies: Copies | None = None,
-        only: str | None = None,
-    ) -> Save:
-        """Begin a save for a caller that decides when it is written, as `fp.checkpoint.Saver` does.
-
-        Args:
-            state, path, data, extra, only: as for `save`.
-            keep: number of checkpoints to keep.
-            copies: memory for copies of what this process writes, made now. Without it, the state must not be donated
-                before the save has run.
-
-        Returns:
-            The save. `run` writes it, in this thread or another one. Then `wait` raises what went wrong.
-        """
-        return save_state(self, state, path, data=data, extra=extra, keep=keep, copies=copies, only=only)
-
-    def restore(
-        self,
-        path: str | Path,
-        *,
-        step: int | None = None,
-        like: PyTree | Callable[[], PyTree] | None = None,
-        data: Any = None,
-        rename: Mapping[str, str] = MappingProxyType({}),
-        partial: bool = False,
-        cast: bool = False,
-        fallback: bool = False,
-        resize: Mapping[str, Rule] = MappingProxyType({}),
-    ) -> TrainState:
-        """Restore a state from a checkpoint onto this step's mesh and plan, with all checksums verified.
-
-        Each rank reads what it will hold. Every process must call it.
-
-        Args:
-            path: folder of the run's checkpoints, or of one checkpoint.
-            step: step of the checkpoint. By default the newest one is taken.
-            like: parameters of the same structure, or a function that makes them. It is needed if the parameters are in
-                containers other than dicts with text as keys, lists and tuples, with `partial`, and for a checkpoint of
-                the trained parameters, whose frozen parameters get the values of `like`.
-            data: a loader whose `load_state_dict` gets the position of this process.
-            rename: new names of leaves by their names in the checkpoint, as `inspect` lists them without "params/".
-            partial: whether to restore only leaves that both have. Others get the values of `like`.
-            cast: whether leaves may have another dtype in the checkpoint.
-            fallback: whether to take an older checkpoint, with a warning, if the newest one is damaged.
-            resize: rules for parameters of another size in `like`, by pattern of their paths. "zeros" keeps the
-                elements that both have, and adds zeros; no rank holds more than its shards. A function of (old tensor,
-                new shape) returns the new tensor. It runs on every process, with the full leaf, and must return equal
-                values on all. Masters and averages of the parameter are resized like it. Its other state keeps the
-                elements that both have, and gets zeros.
-
-        Raises:
-            CheckpointError: if there is no checkpoint, or its leaves are not those of this step.
-            DamagedCheckpointError: if a file is missing, changed or cut. The message names it.
-        """
-        options = RestoreOptions(step, like, data, rename, partial, cast, fallback, resize)
-        return restore_state(self, Path(path), options)
 
     # --- the program ---
 
