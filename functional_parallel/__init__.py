@@ -69,6 +69,7 @@ from .runtime import is_main_rank, launch, rank
 from .training import Metrics, TrainState, train_step
 from .transforms import (
     LossScale,
+    Plan,
     accumulate,
     chain,
     data_parallel,
@@ -115,6 +116,7 @@ __all__ = [
     "PartitionWarning",
     "PipelineChoice",
     "PipelineChoices",
+    "Plan",
     "Position",
     "PreparedStep",
     "Price",

@@ -229,7 +229,7 @@ def _to_train(
     kinds = ("parameters", "gradients", "optimizer")
     parts: list[tuple[str, ...]] = [(name, readable_bytes(getattr(found, name))) for name in kinds]
     notes = [f"note: {found.note}"] if found.note else []
-    return found.total, [f"{plan!r}, {per_parameter} bytes per parameter:", *columns(parts), *notes]
+    return found.total, [f"{plan}, {per_parameter} bytes per parameter:", *columns(parts), *notes]
 
 
 def _result(chosen: argparse.Namespace, wanted: str) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import overload
+from typing import Any, overload
 
 import optree
 import torch
@@ -14,12 +14,21 @@ from sharding_specs import Mesh, register_dataclasses
 
 from .collectives import check_callable
 from .errors import LayoutError
-from .functions import LocalFunction, PyTree, SpecTree, bind_positional, explain_keywords, layout_of, require_mesh
+from .functions import (
+    LocalFunction,
+    PyTree,
+    Resolved,
+    SpecTree,
+    bind_positional,
+    explain_keywords,
+    layout_of,
+    require_mesh,
+)
 from .ir import current_source, leaf_signature, with_short_tracebacks
 from .lowering import Lowered, lower, per_argument
 from .partition import call_shard_map
 from .passes import Options, pass_names
-from .pipelines import PipelineProgram, Stacks, stacks_of
+from .pipelines import PipelineProgram
 from .program import Explanation, PassTable, Program
 from .runtime import check_backend, moved_to, refuse_asynchronous, runtime_of
 from .tracing import ProgramCache, disable_ambient_modes, recorder
@@ -79,7 +88,7 @@ def compile(
         f.layout.mesh(mesh)
         refuse_asynchronous(f, mesh)
         if in_specs is not None or out_specs is not None:
-            raise LayoutError(f"{f!r} carries its layout; leave in_specs and out_specs out")
+            raise LayoutError(f"{f} carries its layout; leave in_specs and out_specs out")
     elif in_specs is None or out_specs is None:
         raise LayoutError(
             f"{_name(f)} does not carry a layout: pass in_specs= and out_specs=, or compile what a transform returned. "
@@ -166,8 +175,7 @@ class Compiled:
         lowered, tensors = self._lower(self._by_place(args, named), runtime.device)
         lowered.require_layouts(tensors)
         with disable_ambient_modes():
-            result = lowered.unflatten(runtime.run_whole(lowered.program, tensors))
-        return result if self._stacks is None else self._stacks.restack_all(result)
+            return lowered.result(runtime.run_whole(lowered.program, tensors))
 
     def _inside(self, args: tuple[PyTree, ...]) -> PyTree:
         """Call the function inside a trace. A bare function becomes a region of the traced program."""
@@ -179,10 +187,6 @@ class Compiled:
         in_specs, out_specs = self._specs
         specs = per_argument(in_specs, args, self.name)
         return call_shard_map(self.f, self.mesh, specs, out_specs, self.name, args)
-
-    @property
-    def _stacks(self) -> Stacks | None:
-        return stacks_of(layout_of(self.f))
 
     @with_short_tracebacks
     def lower(self, *args: PyTree, **named: PyTree) -> Program | PipelineProgram:
@@ -205,7 +209,7 @@ class Compiled:
         return program.explain(group=group, casts=casts)
 
     def __repr__(self) -> str:
-        return f"compile({self.f!r}, {self.mesh!r})" if isinstance(self.f, LocalFunction) else f"compile({self.name})"
+        return f"compile({self.f}, {self.mesh!r})" if isinstance(self.f, LocalFunction) else f"compile({self.name})"
 
     def _by_place(self, args: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
         register_dataclasses(args, named)
@@ -214,16 +218,17 @@ class Compiled:
     def _lower(
         self, args: tuple[PyTree, ...], device: torch.device | None = None
     ) -> tuple[Lowered, list[torch.Tensor]]:
-        if self._stacks is not None:
-            args = (self._stacks.unstack(args[0]), *args[1:])
-        tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        args = moved_to(device, args)
-        leaves, tree = optree.tree_flatten(args)
+        moved = moved_to(device, args)
+        leaves, tree = optree.tree_flatten(moved)
         key = (tree, tuple(leaf_signature(leaf, exact=True) for leaf in leaves))
-        make = functools.partial(lower, self.f, self.mesh, args, self._specs, name=self.name, options=self.options)
-        lowered = self._lowered.get(key, make)
+        lowered = self._lowered.get(key, lambda: self._traced(moved))
         self.program = lowered.program
-        return lowered, tensors
+        return lowered, [leaf for leaf in optree.tree_leaves(lowered.entered(args)) if isinstance(leaf, torch.Tensor)]
+
+    def _traced(self, args: tuple[PyTree, ...]) -> Lowered:
+        resolved: Any = self.f.resolve(args, self.mesh) if isinstance(self.f, LocalFunction) else self._specs
+        taken = resolved.entered(args) if isinstance(resolved, Resolved) else args
+        return lower(self.f, self.mesh, taken, resolved, name=self.name, options=self.options)
 
 
 def _name(f: Callable[..., PyTree]) -> str:

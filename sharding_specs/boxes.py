@@ -78,7 +78,7 @@ def rank_boxes(shape: Sequence[int], spec: P, mesh: Mesh, coordinates: Mapping[s
 
     Args:
         shape: the global shape.
-        spec: spec of the tensor. A dim that its axes do not divide is padded at the end.
+        spec: spec of the tensor. Dims that its axes do not divide are padded.
         mesh: the mesh.
         coordinates: index of the rank along each axis of the spec.
     """
@@ -100,10 +100,11 @@ def _ranges(
     indices = [[coordinates[f]] if isinstance(f, str) else range(f) for f in factors]
     found: list[tuple[int, int, int]] = []
     for local, digits in enumerate(itertools.product(*indices)):
-        number = 0
+        start, stop, length = 0, size, size
         for digit, count in zip(digits, counts, strict=True):
-            number = number * count + digit
-        start, stop = number * block, min((number + 1) * block, size)
+            length = -(-length // count)
+            start += digit * length
+            stop = min(stop, start + length)
         if found and sum(found[-1][::2]) == start < stop:  # blocks of an axis with one rank are adjacent
             found[-1] = (*found[-1][:2], stop - found[-1][0])
         elif start < stop:
@@ -134,17 +135,18 @@ def holders(box: Box, shape: Sequence[int], spec: P, mesh: Mesh) -> Iterator[dic
 def _coordinates(
     start: int, length: int, size: int, factors: Sequence[str | int], mesh: Mesh
 ) -> list[tuple[tuple[str, int], ...]]:
-    counts = [mesh.axis_size(f) if isinstance(f, str) else f for f in factors]
-    block = -(-size // math.prod(counts))
-    found: dict[tuple[tuple[str, int], ...], None] = {}
-    for number in range(start // block, -(-(start + length) // block)):
-        digits = []
-        for factor, count in zip(reversed(factors), reversed(counts), strict=True):
-            number, digit = divmod(number, count)
-            if isinstance(factor, str):
-                digits.append((factor, digit))
-        found[tuple(digits)] = None
-    return list(found)
+    found: list[tuple[int, int, int, tuple[tuple[str, int], ...]]] = [
+        (0, size, size, ())
+    ]  # blocks: begin, stop, length with padding, digits
+    for factor in factors:
+        blocks, found = found, []
+        for begin, stop, block, digits in blocks:
+            part = -(-block // (mesh.axis_size(factor) if isinstance(factor, str) else factor))
+            for digit in range(max(start - begin, 0) // part, -(-(min(stop, start + length) - begin) // part)):
+                own = ((factor, digit),) if isinstance(factor, str) else ()
+                at = begin + digit * part
+                found.append((at, min(stop, at + part), part, (*digits, *own)))
+    return list(dict.fromkeys(digits for *_, digits in found))
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> list[tuple[int, Box]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import optree
@@ -202,13 +202,18 @@ def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = F
         SpecError: when the tensor does not fit the spec.
     """
     _check(x.shape, spec, mesh, pad=pad)
-    if pad or spec.padded:
-        x = _padded(x, padded_shape(x.shape, spec, mesh))
+    spec = spec.fitted(x.shape, mesh) if pad else spec
     coordinates = mesh.coordinates(rank)
     if any(coordinates[axis] != owner for axis, owner in spec.owner.items()):
         x = x.to("meta")
+    for dim in spec.padded:
+        for axis in spec.dim_axes()[dim]:
+            length = -(-x.shape[dim] // mesh.axis_size(axis))
+            x = _filled(x, dim, length * mesh.axis_size(axis)).narrow(dim, coordinates[axis] * length, length)
     for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: -placement.outer):
         size = mesh.axis_size(axis)
+        if dim in spec.padded:
+            continue
         if outer == 1:
             length = x.shape[dim] // size
             x = x.narrow(dim, coordinates[axis] * length, length)
@@ -243,16 +248,24 @@ def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Te
             for rank in group[1:]:
                 total = total + values[rank]
             values.update(dict.fromkeys(group, total))
-    for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: placement.outer):
+    for axis, dim, outer, length in gathers(spec, mesh):
         joined = {}
         for group in mesh.groups(axis):
             if group[0] in values:
-                joined[group[0]] = _joined([values[rank] for rank in group], dim, outer)
+                whole = _joined([values[rank] for rank in group], dim, outer)
+                joined[group[0]] = whole if length is None else whole.narrow(dim, 0, length)
         values = {rank: joined[mesh.rank({**mesh.coordinates(rank), axis: 0})] for rank in joined}
-    whole = values[0]
-    for dim, size in spec.padded.items():
-        whole = whole.narrow(dim, 0, size)
-    return whole
+    return values[0]
+
+
+def gathers(spec: P, mesh: Mesh) -> Iterator[tuple[str, int, int, int | None]]:
+    """Yield (axis, dim, blocks outside, length without padding) of the gathers that make a shard a full tensor."""
+    for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: placement.outer):
+        if dim not in spec.padded:
+            yield axis, dim, outer, None
+    for dim in spec.padded:  # the innermost axis first: its padding is at the end of what it splits
+        for axis, length in reversed(spec.blocks(dim, mesh).items()):
+            yield axis, dim, 1, length
 
 
 def _joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
@@ -261,12 +274,11 @@ def _joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
     return torch.stack([part.unflatten(dim, (outer, -1)) for part in parts], dim + 1).flatten(dim, dim + 2)
 
 
-def _padded(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    if tuple(x.shape) == tuple(shape):
+def _filled(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    if x.shape[dim] == length:
         return x
-    whole = x.new_zeros(shape)
-    whole[tuple(slice(0, size) for size in x.shape)] = x
-    return whole
+    shape = [*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]]
+    return torch.cat([x, x.new_zeros(shape)], dim)
 
 
 def _cut(x: torch.Tensor, shape: Sequence[int] | torch.Tensor) -> torch.Tensor:

@@ -43,8 +43,8 @@ class P:
         unreduced: axes with partial sums on their ranks.
         reduced: axes with an equal value on their ranks, where its gradient is wanted as partial sums.
         owner: axes along which one rank holds the tensor, with the index of that rank. The other ranks hold nothing.
-        padded: size of each sharded dim that its axes may not divide. The shards are padded with zeros. For storage
-            layouts, for example `P("data", padded={0: 5})`.
+        padded: size of each sharded dim that its axes may not divide. Each axis, outermost first, splits a block into
+            equal parts, and pads the last ones with zeros. For storage layouts, as `P("data", padded={0: 5})`.
 
     Raises:
         SpecError: when an axis is used twice, or a padded dim is not sharded.
@@ -164,6 +164,17 @@ class P:
                 else:
                     outer *= factor
         return tuple(found)
+
+    def blocks(self, dim: int, mesh: Mesh) -> dict[str, int]:
+        """Return the length of the blocks that each axis of a padded dim splits, outermost first.
+
+        >>> P(("tensor", "data"), padded={0: 6}).blocks(0, Mesh(tensor=2, data=2))
+        {'tensor': 6, 'data': 3}
+        """
+        found, length = dict[str, int](), self.padded[dim]
+        for axis in self.dim_axes()[dim]:
+            found[axis], length = length, -(-length // mesh.axis_size(axis))
+        return found
 
     # --- deriving ---
 

@@ -65,10 +65,12 @@ def require_dims(tree: Tree, specs: SpecTree, name: str = "the tensors") -> None
     Raises:
         SpecError: when a spec has more dims. The message lists every such leaf with path, shape and spec.
     """
-    full = optree.tree_leaves(broadcast_specs(specs, tree))
+    leaves, full = optree.tree_leaves(tree), optree.tree_leaves(specs)
+    if len(full) != len(leaves) or not all(isinstance(spec, P) for spec in full):  # a prefix
+        full = optree.tree_leaves(broadcast_specs(specs, tree))
     wrong = [
         f"  {path or 'the value'}: shape {tuple(leaf.shape)}, {spec.as_written()}: {_longer(spec, leaf.ndim)}"
-        for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True)
+        for path, leaf, spec in zip(tree_paths(tree), leaves, full, strict=True)
         if isinstance(leaf, torch.Tensor) and spec.named > leaf.ndim
     ]
     if wrong:

@@ -60,6 +60,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Transforms": (
         "chain",
+        "Plan",
         "data_parallel",
         "zero",
         "tensor_parallel",

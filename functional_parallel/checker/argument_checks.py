@@ -11,7 +11,7 @@ shard. The state of a value is known in three settings:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import optree
@@ -19,12 +19,12 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from sharding_specs import P, broadcast_specs, register_dataclasses, tree_paths
+from sharding_specs import P, tree_paths
 
 from .. import _torch
 from ..collectives import Lane, State, Type, current_axes, is_mapped, snapshot
 from ..errors import ArgumentSpecError
-from ..ir import current_source, info, update_info
+from ..ir import current_source, info, operands_of, primitive_name, update_info
 from ..ops import define_marker
 from ..tracing import recorder
 
@@ -44,8 +44,8 @@ def type_of_spec(spec: P) -> Type:
     return Type(states)
 
 
-def record_input_specs(specs: Iterable[P]) -> None:
-    """Record the specs of the arguments of the function that is being traced. Call it at the start of the function."""
+def record_input_specs(specs: Iterable[P | None]) -> None:
+    """Record known specs of the arguments of the function that is being traced. Call it at the function's start."""
     active = recorder()
     assert active is not None
     for node, spec in zip(active.traced.inputs, specs, strict=True):
@@ -53,28 +53,22 @@ def record_input_specs(specs: Iterable[P]) -> None:
 
 
 def check_arguments(
-    function: object,
-    axes: tuple[str, ...],
-    arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]],
-    args: tuple[Any, ...],
+    function: object, axes: tuple[str, ...], specs: Iterable[P], args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Check that the arguments of a call match the layout of a function, which `arguments` returns.
+    """Check that the arguments of a call match the layout of a function, the specs of their leaves.
 
     If the trace is typed only later, the returned arguments are marked for a later check.
     """
     bound = snapshot()
     if not axes or not args or any(axis not in bound or bound[axis].hidden for axis in axes):
         return args  # the collectives of the function raise the error
-    register_dataclasses(args)
     leaves, tree = optree.tree_flatten(args)
-    declared = arguments(args)
-    specs = [s for d, arg in zip(declared, args, strict=True) for s in optree.tree_leaves(broadcast_specs(d, arg))]
     calls = [
         _Argument(leaf, spec.only(axes), path) for leaf, spec, path in zip(leaves, specs, tree_paths(args), strict=True)
     ]
     active = recorder()
     if active is not None and active.on_node is None:
-        return tree.unflatten([each.marked(axes, repr(function)) for each in calls])  # type: ignore[no-any-return]
+        return tree.unflatten([each.marked(axes, str(function)) for each in calls])  # type: ignore[no-any-return]
     _refuse(function, [each.difference(axes) for each in calls])
     return args
 
@@ -103,21 +97,52 @@ class _Argument:
     def _spec_difference(self, axes: Sequence[str]) -> str | None:
         """Compare specs dim by dim, for an argument of the traced function that no op has changed."""
         node = _node_of(self.value)
-        held = info(node).spec if node is not None and node.op == "placeholder" else None
-        if held is None:
+        held, mapped = (None, []) if node is None else _without_mapped(self.value, node)
+        split = [axis for axis in mapped if axis in axes]
+        if split:
+            return (
+                f"the dim that vmap maps is split over {split[0]!r}, so that each rank maps over samples of its "
+                f"own, but {self.spec!r} is declared of one sample; leave the mapped dim whole"
+            )
+        if held is None or held.only(axes) == self.spec:
             return None
-        dims, padded = list(held.dims), held.padded
-        for dim in _torch.mapped_dims(self.value):
-            mapped = dims.pop(dim) if dim < len(dims) else ()
-            padded = {each - (each > dim): count for each, count in padded.items() if each != dim}
-            split = [axis for axis in mapped if axis in axes]
-            if split:
-                return (
-                    f"the dim that vmap maps is split over {split[0]!r}, so that each rank maps over samples of its "
-                    f"own, but {self.spec!r} is declared of one sample; leave the mapped dim whole"
-                )
-        seen = held.replace(dims, padded=padded).only(axes)
-        return None if seen == self.spec else f"{self.spec!r} is declared, but it came in as {seen!r}"
+        return f"{self.spec!r} is declared, but it came in as {held.only(axes)!r}"
+
+
+def known_spec(value: Any) -> P | None:
+    """Return how a traced value lies, from the arguments of the trace that it is computed from op by op, elementwise.
+
+    None if another op computes it, or nothing is known of them.
+    """
+    node = _node_of(value) if isinstance(value, torch.Tensor) else None
+    while node is not None and node.op == "call_function":
+        shape = _shape(node)
+        node = next((each for each in operands_of(node) if _shape(each) == shape), None) if _keeps(node) else None
+    return None if node is None else _without_mapped(value, node)[0]
+
+
+def _keeps(node: fx.Node) -> bool:
+    """Whether each element of a result is computed from the same elements of operands of its shape."""
+    return node.target in _SAME or primitive_name(node) == "pcast" or torch.Tag.pointwise in node.target.tags
+
+
+_SAME = {torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten._to_copy.default}
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(info(node).val, "shape", None)
+
+
+def _without_mapped(value: torch.Tensor, node: fx.Node) -> tuple[P | None, list[str]]:
+    """Return the spec of an argument without the dims that vmap maps, and their axes."""
+    held = info(node).spec if node.op == "placeholder" else None
+    if held is None:
+        return None, []
+    dims, padded, split = list(held.dims), held.padded, list[str]()
+    for dim in _torch.mapped_dims(value):
+        split += [each for each in (dims.pop(dim) if dim < len(dims) else ()) if isinstance(each, str)]
+        padded = {each - (each > dim): count for each, count in padded.items() if each != dim}
+    return held.replace(dims, padded=padded), split
 
 
 def _node_of(value: torch.Tensor) -> fx.Node | None:

@@ -9,7 +9,6 @@ from .forward_first import filled, forward_first
 from .functional import functional
 from .keywords import bind_positional, explain_keywords, with_keywords
 from .local_function import (
-    STACK_DIM,
     Layout,
     LocalFunction,
     as_local_function,
@@ -20,5 +19,7 @@ from .local_function import (
     specs_per_leaf,
 )
 from .relayout import relayout, relayout_leaf
-from .request import LayerConversion, PyTree, Request, SpecTree
+from .request import PyTree, Request, SpecTree
+from .resolved import Resolved, Resolver, beside
 from .snapshot import Snapshot
+from .stacked import StackedTree

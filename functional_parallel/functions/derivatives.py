@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 
-from sharding_specs import P, broadcast_specs, register_dataclasses
+from sharding_specs import Mesh, P, broadcast_specs, register_dataclasses
 
 from .. import _torch
 from ..checker import Typing, type_of
@@ -30,6 +31,7 @@ from .forward_first import filled, forward_first
 from .keywords import copy_signature
 from .local_function import LocalFunction, as_local_function
 from .request import PyTree, SpecTree
+from .resolved import Resolved, beside
 
 Argnums = int | Sequence[int]
 
@@ -52,8 +54,11 @@ def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = 
         body on shards, the gradient of a value that differs by rank is that of its sum over the ranks: n times the
         gradient of the mean. For a mean, differentiate `fp.pmean(value, axis)`.
     """
-    call = _gradient_call(f, argnums, has_aux)
-    return _derived(f, call, lambda own, args: (_gradient_specs(own, args, argnums), own.results), "grad_and_value")
+
+    def specs(resolved: Resolved, own: SpecTree) -> SpecTree:
+        return _gradient_specs(resolved, argnums), own
+
+    return _derived(f, _gradient_call(argnums, has_aux, _name(f)), specs, "grad_and_value")
 
 
 def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -70,15 +75,15 @@ def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> 
         A function that returns the gradients, or `(gradients, aux)`. As for `grad_and_value`, a loss that differs by
         rank gives the gradient of its sum over the ranks.
     """
-    both = _gradient_call(f, argnums, has_aux)
+    both = _gradient_call(argnums, has_aux, _name(f))
 
-    def gradients(*args: PyTree, **named: PyTree) -> PyTree:
-        grads, value = both(*args, **named)
+    def gradients(f: Callable[..., Any], *args: PyTree, **named: PyTree) -> PyTree:
+        grads, value = both(f, *args, **named)
         return (grads, value[1]) if has_aux else grads
 
-    def specs(own: LocalFunction, args: tuple[PyTree, ...]) -> SpecTree:
-        found = _gradient_specs(own, args, argnums)
-        return (found, own.results[1]) if has_aux else found
+    def specs(resolved: Resolved, own: SpecTree) -> SpecTree:
+        found = _gradient_specs(resolved, argnums)
+        return (found, own[1]) if has_aux else found
 
     return _derived(f, gradients, specs, "grad")
 
@@ -100,10 +105,12 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
     """
     if not isinstance(f, LocalFunction):
         return torch.func.jacfwd(grad(f, argnums), argnums)  # a body types the reverse pass
-    call = torch.func.hessian(_run_of(f), argnums)
 
-    def results(own: LocalFunction, args: tuple[PyTree, ...]) -> P:
-        spec = own.layout.arguments(args)[argnums]
+    def call(f: Callable[..., Any], *args: PyTree) -> PyTree:
+        return torch.func.hessian(f, argnums)(*args)
+
+    def results(resolved: Resolved, _: SpecTree) -> P:
+        spec = resolved.arguments[argnums]
         if not isinstance(spec, P) or spec.axes:
             raise ValueError(
                 f"fp.hessian by a sharded or structured argument ({spec}): each rank would hold some blocks of the "
@@ -130,19 +137,19 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
     leaves, tree = optree.tree_flatten(primals)
     directions = tree.flatten_up_to(tangents)
     moving = [index for index, leaf in enumerate(leaves) if is_trained(leaf)]
-    found: dict[str, Any] = {}
     run = f if isinstance(f, LocalFunction) and f.layout.axes else forward_first(f, lenient=True)
 
-    def flat(*values: torch.Tensor) -> tuple[Any, ...]:
+    def flat(*values: torch.Tensor) -> tuple[tuple[Any, ...], optree.PyTreeSpec]:
         result = run(*filled(leaves, moving, values, tree))
         register_dataclasses(result)
-        outputs, found["tree"] = optree.tree_flatten(result)
-        return tuple(outputs)
+        outputs, out_tree = optree.tree_flatten(result)
+        return tuple(outputs), out_tree
 
+    of_leaves, out_tree = beside(flat)
     values, derivatives = torch.func.jvp(  # type: ignore[misc]  # three values only with has_aux
-        flat, tuple(leaves[index] for index in moving), tuple(directions[index] for index in moving)
+        of_leaves, tuple(leaves[index] for index in moving), tuple(directions[index] for index in moving)
     )
-    return optree.tree_unflatten(found["tree"], values), optree.tree_unflatten(found["tree"], derivatives)
+    return optree.tree_unflatten(out_tree(), values), optree.tree_unflatten(out_tree(), derivatives)
 
 
 def vmap(
@@ -184,9 +191,9 @@ def vmap(
     if axis_name is not None or (spmd_axis is None and not isinstance(f, LocalFunction)):
         own = f if axis_name is not None else forward_first(f, lenient=True)
         return _vmap(own, in_dims, out_dims, axis_name=axis_name, **options)
-    local = (f if isinstance(f, LocalFunction) else as_local_function(f)).without_schedule()
+    local = as_local_function(f).without_schedule()
     if spmd_axis in local.layout.axes:
-        raise ValueError(f"fp.vmap(spmd_axis={spmd_axis!r}): {local!r} splits over {spmd_axis!r} itself already")
+        raise ValueError(f"fp.vmap(spmd_axis={spmd_axis!r}): {local} splits over {spmd_axis!r} itself already")
     return _mapped(local, in_dims, out_dims, spmd_axis, options)
 
 
@@ -194,30 +201,31 @@ def _mapped(
     f: LocalFunction, in_dims: PyTree, out_dims: PyTree, axis: str | None, options: dict[str, Any]
 ) -> LocalFunction:
     """Return the vmap of a local function. Its layout has one more dim, replicated or sharded over `axis`."""
+    name = "vmap" if axis is None else f"vmap(spmd_axis={axis!r})"
 
-    def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+    def start(args: tuple[PyTree, ...], mesh: Mesh) -> Resolved:
         leaves, tree = optree.tree_flatten(args)
         dims = dims_of_leaves(in_dims, args)
         of_one = tree.unflatten([_of_one(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
-        full = [broadcast_specs(spec, arg) for spec, arg in zip(f.layout.arguments(of_one), of_one, strict=True)]
-        specs = optree.tree_leaves(full)
-        mapped = [_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)]
-        return tree.unflatten(mapped)  # type: ignore[no-any-return]
+        inner = f.layout.resolve(of_one, mesh)
+        specs = [_with_mapped(*each, axis) for each in zip(inner.specs, leaves, dims, strict=True)]
+        return replace(Resolved.of(args, mesh, specs, name), inner=inner)
 
-    mapped = _vmap(_run_of(f), in_dims, out_dims, **options)
-
-    def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
+    def call(resolved: Resolved, *args: PyTree) -> tuple[PyTree, SpecTree]:
+        run, own_specs = _run_of(f, resolved.inside)
+        mapped = _vmap(run, in_dims, out_dims, **options)
         value = mapped(*args if axis is None else _varied(args, dims_of_leaves(in_dims, args), axis))
-        specs = optree.tree_leaves(broadcast_specs(f.results, value))
+        specs = optree.tree_leaves(broadcast_specs(own_specs(), value))
         leaves, tree = optree.tree_flatten(value)
         dims = dims_of_leaves((out_dims,), (value,))
         return value, tree.unflatten([_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)])
 
     layout = replace(
         f.layout,
-        arguments=arguments,
         axes=f.layout.axes if axis is None else (*f.layout.axes, axis),
-        describe=(*f.layout.describe, "vmap" if axis is None else f"vmap(spmd_axis={axis!r})"),
+        describe=(*f.layout.describe, name),
+        resolvers=(),
+        start=start,
     )
     return LocalFunction(call, layout, f.name)
 
@@ -254,49 +262,48 @@ def _with_mapped(spec: P, leaf: PyTree, dim: int | None, axis: str | None) -> P:
 # --- The gradient itself ---
 
 
-def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
-    run = _run_of(f)  # the gradient carries the layout, and checks it when called
+def _gradient_call(argnums: Argnums, has_aux: bool, name: str) -> Callable[..., Any]:
+    """Return a function of a function and its arguments, which returns its gradients and value."""
 
-    def call(*args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
+    def call(f: Callable[..., Any], *args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
         register_dataclasses(args, named)
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         leaves, tree = optree.tree_flatten(args)
         owners = [number for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
         moving = [i for i, leaf in enumerate(leaves) if owners[i] in numbers and is_trained(leaf)]
-        found: dict[str, Any] = {}
 
-        def flat(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-            result = run(*filled(leaves, moving, values, tree), **named)
+        def run(values: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, list[Any]], Any]:
+            result = f(*filled(leaves, moving, values, tree), **named)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-                raise ValueError(f"has_aux=True: {_name(f)} must return (value, aux), not {type(result).__name__}")
+                raise ValueError(f"has_aux=True: {name} must return (value, aux), not {type(result).__name__}")
             value, aux = result if has_aux else (result, None)
-            _check_scalar(value, f)
+            _check_scalar(value, name)
             register_dataclasses(aux)
-            flat_aux, found["tree"] = optree.tree_flatten(aux)
-            found["aux"] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat_aux]
-            return value, [leaf for leaf in flat_aux if isinstance(leaf, torch.Tensor)]
+            flat_aux, aux_tree = optree.tree_flatten(aux)
+            others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat_aux]
+            return (value, [leaf for leaf in flat_aux if isinstance(leaf, torch.Tensor)]), (others, aux_tree)
 
         inputs = [leaves[index] for index in moving]
         active = recorder()
+        flat, rest = beside(run)
         with _torch.fused_backwards() if active is not None and not active.is_differentiated else nullcontext():
             gradients, (value, aux) = torch.func.grad_and_value(flat, has_aux=True)(inputs)
         if active is not None and isinstance(active.on_node, Typing):
             _note_unused(active, inputs, gradients)
         by_leaf = dict(zip(moving, gradients, strict=True))
         trees = tree.unflatten([by_leaf.get(index) for index in range(len(leaves))])
-        tensors = iter(aux)
-        flat_aux = [next(tensors) if leaf is None else leaf for leaf in found["aux"]]  # torch.func accepts only tensors
-        result = (value, optree.tree_unflatten(found["tree"], flat_aux)) if has_aux else value
+        tensors, (others, aux_tree) = iter(aux), rest()
+        flat_aux = [next(tensors) if leaf is None else leaf for leaf in others]  # torch.func accepts only tensors
+        result = (value, optree.tree_unflatten(aux_tree, flat_aux)) if has_aux else value
         return (trees[argnums] if isinstance(argnums, int) else tuple(trees[number] for number in numbers)), result
 
     return call
 
 
-def _run_of(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function to differentiate. A partitioned function traces its forward itself."""
-    if isinstance(f, LocalFunction):
-        return f.run if f.layout.axes else forward_first(f.run)
-    return forward_first(f)
+def _run_of(f: LocalFunction, resolved: Resolved) -> tuple[Callable[..., PyTree], Callable[[], SpecTree]]:
+    """Return the function to differentiate and one for the specs of its last result."""
+    run, specs = beside(partial(f.run, resolved))
+    return run if f.layout.axes else forward_first(run), specs  # a partitioned function traces its forward itself
 
 
 def unused(x: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -327,19 +334,28 @@ def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Se
 def _derived(
     f: Callable[..., PyTree],
     call: Callable[..., PyTree],
-    results: Callable[[LocalFunction, tuple[PyTree, ...]], SpecTree],
+    results: Callable[[Resolved, SpecTree], SpecTree],
     name: str,
 ) -> Callable[..., PyTree]:
+    """Return the derivative that `call` takes of a function of tensors; `results` returns its specs from those of f."""
     if not isinstance(f, LocalFunction):
-        return copy_signature(f, call)
-    layout = replace(f.layout, describe=(*f.layout.describe, name))
-    return LocalFunction(lambda *args: (call(*args), results(f, args)), layout, f.name)
+        own = forward_first(f)
+
+        def of_plain(*args: PyTree, **named: PyTree) -> PyTree:
+            return call(own, *args, **named)
+
+        return copy_signature(f, of_plain)
+
+    def derived(resolved: Resolved, *args: PyTree) -> tuple[PyTree, SpecTree]:
+        run, specs = _run_of(f, resolved)
+        return call(run, *args), results(resolved, specs())
+
+    return f.then(derived, describe=name)
 
 
-def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums) -> SpecTree:
+def _gradient_specs(resolved: Resolved, argnums: Argnums) -> SpecTree:
     """Return the specs of gradients: the specs of their arguments, with Reduced replaced by Unreduced."""
-    specs = f.layout.arguments(args)
-    duals = [optree.tree_map(P.dual, spec) for spec in specs]
+    duals = resolved.tree.unflatten(map(P.dual, resolved.specs))
     return duals[argnums] if isinstance(argnums, int) else tuple(duals[number] for number in argnums)
 
 
@@ -347,10 +363,10 @@ def _name(f: Callable[..., PyTree]) -> str:
     return getattr(f, "__name__", repr(f))
 
 
-def _check_scalar(value: PyTree, f: Callable[..., PyTree]) -> None:
+def _check_scalar(value: PyTree, name: str) -> None:
     if not isinstance(value, torch.Tensor) or value.ndim:
         found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(
-            f"a gradient is taken of a scalar, but {_name(f)} returned {found}; "
+            f"a gradient is taken of a scalar, but {name} returned {found}; "
             "sum or average it, or use has_aux=True for (value, aux)"
         )

@@ -16,11 +16,12 @@ import torch
 from sharding_specs import register_dataclasses, tree_paths
 
 from .. import _torch
-from ..checker import Typing, run_typed, type_of
+from ..checker import Typing, known_spec, record_input_specs, run_typed, type_of
 from ..collectives import current_axes
 from ..ir import aval_of
 from ..tracing import CapturedTensors, Recorder, depends_on_layouts, recorder, trace
 from .request import PyTree
+from .resolved import beside
 
 
 def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callable[..., PyTree]:
@@ -52,15 +53,18 @@ def filled(leaves: list[PyTree], indices: list[int], values: Sequence[PyTree], t
 
 def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[PyTree], tree: optree.PyTreeSpec) -> PyTree:
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    every, found = [path for given in tree.unflatten(leaves) for path in tree_paths(given)], dict[str, Any]()
-    paths = [every[index] for index in tensors]
+    every = [path for given in tree.unflatten(leaves) for path in tree_paths(given)]
+    paths, specs = [every[index] for index in tensors], [known_spec(leaves[index]) for index in tensors]
 
-    def flat(*values: torch.Tensor) -> list[Any]:
+    def run(*values: torch.Tensor) -> tuple[list[Any], optree.PyTreeSpec]:
+        record_input_specs(specs)
         args, named = filled(leaves, tensors, values, tree)
         result = f(*args, **named)
         register_dataclasses(result)
-        outputs, found["tree"] = optree.tree_flatten(result)
-        return list(outputs)
+        outputs, out_tree = optree.tree_flatten(result)
+        return list(outputs), out_tree
+
+    flat, structure = beside(run)
 
     with _torch.counting_levels():
         traced = trace(
@@ -74,4 +78,4 @@ def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[PyTree]
         )
     depends_on_layouts(traced, [leaves[index] for index in tensors], paths)
     outputs = run_typed(traced, [*(leaves[index] for index in tensors), *traced.captured])
-    return optree.tree_unflatten(found["tree"], outputs)
+    return optree.tree_unflatten(structure(), outputs)

@@ -12,11 +12,11 @@ import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from sharding_specs import register_dataclasses
 
-P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 # By the code to write, the names that other libraries have. `{v}` is the passed value if it is a number, a string or
@@ -63,8 +63,8 @@ ELSEWHERE: Mapping[str, str] = {name: hint for hint, names in _HINTS.items() for
 _OWN_NAMES = {"learning_rate": "lr", "stage": "stage", "loss_fn": "loss", "optim": "optimizer", "device_mesh": "mesh"}
 
 
-def explain_keywords(f: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function so that the error for an unknown or duplicate keyword argument shows how to fix the call.
+def explain_keywords(f: F) -> F:
+    """Return a function or class whose error for an unknown or duplicate keyword argument shows how to fix the call.
 
     >>> @explain_keywords
     ... def train(loss, *, clip=None): ...
@@ -72,22 +72,25 @@ def explain_keywords(f: Callable[P, R]) -> Callable[P, R]:
     Traceback (most recent call last):
     TypeError: train has no argument max_grad_norm: clip gradients by train_step(clip=1.0)
     """
-    signature = inspect.signature(f)
+    call: Any = getattr(f, "__init__") if isinstance(f, type) else f  # noqa: B009
+    signature, name = inspect.signature(call), getattr(f, "__name__", "")
     positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    known = [each for each in signature.parameters if each != "self"]
 
-    @functools.wraps(f)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name, value in kwargs.items():
-            if name not in signature.parameters:
-                raise TypeError(
-                    f"{f.__name__} has no argument {name}: {_hint(name, value, list(signature.parameters))}"
-                )
-        for name, value in zip(positional, args, strict=False):
-            if name in kwargs:
-                raise TypeError(_doubled(f.__name__, name, type(value).__name__, repr(kwargs[name])))
-        return f(*args, **kwargs)
+    @functools.wraps(call)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        for key, value in kwargs.items():
+            if key not in known:
+                raise TypeError(f"{name} has no argument {key}: {_hint(key, value, known)}")
+        for key, value in zip(positional, args, strict=False):
+            if key in kwargs:
+                raise TypeError(_doubled(name, key, type(value).__name__, repr(kwargs[key])))
+        return call(*args, **kwargs)
 
-    return explained
+    if not isinstance(f, type):
+        return explained  # type: ignore[return-value]
+    setattr(f, "__init__", explained)  # noqa: B010
+    return f
 
 
 def _hint(name: str, value: Any, own: list[str]) -> str:

@@ -23,38 +23,53 @@ from sharding_specs import (
     register_dataclasses,
     require_dims,
     tree_paths,
+    whole_shape,
 )
 
-from ..checker import check_arguments
+from .. import _torch
+from ..checker import check_arguments, known_spec
 from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
-from ..ir import with_short_tracebacks
+from ..ir import hollow, with_short_tracebacks
 from .keywords import bind_positional, call_signature, with_keywords
 from .request import PyTree, Request, SpecTree
+from .resolved import Resolved, Resolver
 
 R = TypeVar("R")
-
-STACK_DIM = "taken_dim"  # attribute of a tensor that represents a stack of layers: the dim that no transform may shard
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layouts of the arguments of a local function, and the requests of its transforms.
+    """How a local function lies on any mesh, and the requests of its transforms. All have the innermost one first.
 
-    `arguments` returns a tuple of full spec trees, one per argument. They depend only on the paths and shapes of the
-    arguments. In a trace, which has local shapes, it returns the specs that it returned for the global ones. `axes`,
-    `describe` and `requests` have the innermost transform first. The signature is that of the user's function.
+    Attributes:
+        axes: the axes that the function is local to.
+        describe: the transforms, for messages.
+        requests: what the transforms ask of the code that compiles the function.
+        signature: that of the user's function.
+        resolvers: what the transforms contribute to the layouts of the arguments.
+        lies: how parameters and other arguments lie as far as it is known without shapes, by transform.
+        start: the layouts before the first resolver, from arguments and mesh.
     """
 
-    arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
     axes: tuple[str, ...] = ()
     describe: tuple[str, ...] = ()
     requests: tuple[Request, ...] = ()
     signature: Signature | None = None
+    resolvers: tuple[Resolver, ...] = ()
+    lies: tuple[tuple[str, str], ...] = ()
+    start: Callable[[tuple[PyTree, ...], Mesh], Resolved] = Resolved.of
 
     def __repr__(self) -> str:
         axes = ", ".join(map(repr, self.axes)) or "no axis"
         asked = f"; requests: {', '.join(map(str, self.requests))}" if self.requests else ""
         return f"Layout({' → '.join(self.describe) or 'no transform'}; local over {axes}{asked})"
+
+    def resolve(self, args: tuple[PyTree, ...], mesh: Mesh) -> Resolved:
+        """Return the layouts of these arguments on a mesh with all axes."""
+        found = self.start(args, mesh)
+        for contribute in self.resolvers:
+            found = contribute(found)
+        return found
 
     def all(self, kind: type[R]) -> tuple[R, ...]:
         """Return the requests of a class, innermost first."""
@@ -82,45 +97,84 @@ class Layout:
         """Return the axes that requests add to a mesh, with their sizes."""
         return {name: size for each in self.requests for name, size in each.virtual_axes(mesh).items()}
 
-    def batch_specs(self, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> SpecTree:
-        """Return the specs of the arguments after the parameters, one spec per leaf."""
-        with bind(self.mesh(mesh).shape, None):
-            return specs_per_leaf(self.arguments((params, *batch))[1:], batch, "specs of the loss", 1)
-
 
 class LocalFunction:
     """Pure function on shards, with its layout. Transforms return it.
 
     Call it inside `fp.compile`, on real ranks, or under `fp.vmap(axis_name=…)`. torch.func's transforms apply to it.
-    A call checks that its arguments match the layout. Code that keeps the layout itself calls `run`.
+    A call resolves its layout, and checks that its arguments match. Code that has resolved it calls `run`.
     """
 
-    __slots__ = ("__weakref__", "_call", "layout", "name", "results")
+    __slots__ = ("__weakref__", "_call", "layout", "name")
 
-    def __init__(self, call: Callable[..., PyTree], layout: Layout, name: str) -> None:
+    def __init__(self, call: Callable[..., tuple[PyTree, SpecTree]], layout: Layout, name: str) -> None:
         self._call = call
         self.layout = layout
         self.name = name
-        self.results: SpecTree = None
 
     @with_short_tracebacks
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         args = bind_positional(self.layout.signature, self.name, args, named)
-        return self.run(*check_arguments(self, self.layout.axes, self.layout.arguments, args))
+        register_dataclasses(args)
+        leaves, tree = optree.tree_flatten(args)
+        mesh, specs = axis_mesh(), list(map(known_spec, leaves))  # of the trace around this call
+        with _torch.disable_modes():
+            full = [_full(*each, self.layout.axes, mesh) for each in zip(leaves, specs, strict=True)]
+            resolved = self.layout.resolve(tree.unflatten(full), mesh)
+        axes = tuple(axis for axis in self.layout.axes if axis in mesh.axis_names)
+        checked = check_arguments(self, axes, resolved.specs, resolved.entered(args))
+        return self.run(resolved, *checked)[0]
 
-    def run(self, *args: PyTree) -> PyTree:
-        """Call the function on arguments that are known to match the layout, and store the specs of its results."""
-        value, self.results = self._call(*args)
-        return value
+    def run(self, resolved: Resolved, *args: PyTree) -> tuple[PyTree, SpecTree]:
+        """Call the function on arguments that lie as they were resolved. Return the result and its specs."""
+        return self._call(resolved, *args)
+
+    def resolve(self, args: tuple[PyTree, ...], mesh: Mesh) -> Resolved:
+        """Return how arguments lie on a mesh, and what the function needs to run on their shards.
+
+        Args:
+            args: the arguments, or the first of them. Of tensors only the shapes, those of full tensors, matter.
+            mesh: the mesh.
+
+        Raises:
+            SpecError: if specs do not fit the arguments.
+        """
+        wide = self.layout.mesh(mesh)
+        with bind(wide.shape, None):
+            return self.layout.resolve(args, wide)
 
     @property
     def specs(self) -> Layout:
         """Layout of the function."""
         return self.layout
 
+    def then(
+        self,
+        call: Callable[..., tuple[PyTree, SpecTree]],
+        *,
+        describe: str = "",
+        lies: tuple[str, str] | None = None,
+        axis: str | None = None,
+        resolver: Resolver | None = None,
+    ) -> LocalFunction:
+        """Return the function that a transform makes of this one. `call` takes its layouts and arguments."""
+        inner = self.layout
+        layout = replace(
+            inner,
+            axes=inner.axes if axis is None else (*inner.axes, axis),
+            describe=(*inner.describe, describe) if describe else inner.describe,
+            resolvers=inner.resolvers if resolver is None else (*inner.resolvers, resolver),
+            lies=inner.lies if lies is None else (*inner.lies, lies),
+        )
+        return LocalFunction(call, layout, self.name)
+
     def requesting(self, *requests: Request) -> LocalFunction:
         """Return the function with more requests."""
         return self.with_layout(replace(self.layout, requests=(*self.layout.requests, *requests)))
+
+    def resolving(self, resolver: Resolver) -> LocalFunction:
+        """Return the function with one more contribution to its layouts."""
+        return self.then(self._call, resolver=resolver)
 
     def without_schedule(self) -> LocalFunction:
         """Return the function without a pipeline, for transforms that no schedule supports: a rank runs all stages."""
@@ -131,8 +185,14 @@ class LocalFunction:
         """Return the function with another layout."""
         return LocalFunction(self._call, layout, self.name)
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return f"{' → '.join((self.name, *self.layout.describe))}"
+
+    def __repr__(self) -> str:
+        first, *others = self.layout.signature.parameters if self.layout.signature is not None else ("params", "batch")
+        texts = ["; ".join(filter(None, each)) for each in zip(*self.layout.lies, strict=True)]
+        rows = zip((first, ", ".join(others)), texts, strict=False)
+        return "\n".join([str(self), *(f"  {name}: {text}" for name, text in rows if text)])
 
 
 def specs_per_leaf(
@@ -150,29 +210,33 @@ def specs_per_leaf(
     return tuple(full)
 
 
-def layout_of(f: Callable[..., PyTree]) -> Layout:
-    """Return the layout of a local function. For a plain function, a layout with every argument replicated."""
-    if isinstance(f, LocalFunction):
-        return f.layout
-    return Layout(lambda args: tuple(P() for _ in args), signature=call_signature(f))
-
-
 def as_local_function(f: Callable[..., PyTree]) -> LocalFunction:
-    """Turn a plain function into a local one: every rank computes all of it."""
-
+    """Turn a plain function into a local one, of which every rank computes all. Return a local function unchanged."""
+    if isinstance(f, LocalFunction):
+        return f
     run = with_keywords(f)
 
-    def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
+    def call(_: Resolved, *args: PyTree) -> tuple[PyTree, SpecTree]:
         result = run(*args)
         register_dataclasses(result)
         return result, optree.tree_map(lambda _: P(), result)
 
-    return LocalFunction(call, layout_of(f), getattr(f, "__name__", type(f).__name__))
+    return LocalFunction(call, Layout(signature=call_signature(f)), getattr(f, "__name__", type(f).__name__))
+
+
+def layout_of(f: Callable[..., PyTree]) -> Layout:
+    """Return the layout of a local function. For a plain function, a layout with every argument replicated."""
+    return as_local_function(f).layout
 
 
 def axis_mesh() -> Mesh:
     """Return a mesh of all axes bound here, including hidden axes."""
     return Mesh({name: mesh_axis_size(name) for name in (*hidden_axes(), *current_axes())})
+
+
+def _full(leaf: PyTree, spec: P | None, axes: Collection[str], mesh: Mesh) -> PyTree:
+    """Return the full shape of a shard, if its spec is known."""
+    return leaf if spec is None else hollow(leaf, whole_shape(leaf.shape, spec.only(axes), mesh))
 
 
 def refuse_idle_states(specs: tuple[SpecTree, ...], who: str, axis: str) -> None:

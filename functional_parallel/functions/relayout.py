@@ -35,6 +35,7 @@ from ..collectives import (
     psum,
     psum_scatter,
 )
+from .local_function import axis_mesh
 from .request import PyTree, SpecTree
 
 T = TypeVar("T")
@@ -94,10 +95,7 @@ class _Relayout:
         self.stale = [len(self.now[dim]) - self._common(dim) for dim in range(x.ndim)]  # factors to remove
 
     def _common(self, dim: int) -> int:
-        """Return the number of factors that stay: those at the start, if both layouts have the same blocks."""
-        sizes = {dim: size for spec in (self.held, self.wanted) for dim, size in spec.padded.items()}
-        if dim in sizes and len({_padded(sizes[dim], spec, dim) for spec in (self.held, self.wanted)}) > 1:
-            return 0
+        """Return the number of factors that stay: those at the start, which have the same blocks in both layouts."""
         pairs = enumerate(zip(self.now[dim], self.goal[dim], strict=False))
         return next((i for i, (a, b) in pairs if a != b), min(len(self.now[dim]), len(self.goal[dim])))
 
@@ -118,7 +116,7 @@ class _Relayout:
             axis = self.now[source][-1] if stale else None
             for target in range(self.x.ndim):
                 if isinstance(axis, str) and self._next(target) == (axis, 1) and _outer(self.now[source]) == 1:
-                    self._pad(target)
+                    self._pad(target, axis)
                     self.x = all_to_all(self.x, axis, target, source)
                     self._split(target)
                     self._pop(source)
@@ -131,7 +129,7 @@ class _Relayout:
         for dim in range(self.x.ndim):
             axis, outer = self._next(dim)
             if axis and axis not in used:
-                self._pad(dim)
+                self._pad(dim, axis)
                 split: Callable[..., torch.Tensor] = psum_scatter if axis in self.partial else pscatter
                 if axis in self.owners:
                     split = partial(_with_owner, "scatter", self.owners.pop(axis))
@@ -168,32 +166,24 @@ class _Relayout:
         self.now[dim] = self.goal[dim][: self.goal[dim].index(axis) + 1]
 
     def _pop(self, dim: int) -> None:
-        """Forget the last axis of a dim, the numbers before it, and the padding if no axis is left."""
-        removed = self.now[dim]
-        removed.pop()
+        """Forget the last axis of a dim, the numbers before it, and the padding of the blocks that it split."""
+        axis = str(self.now[dim].pop())
         self.stale[dim] -= 1
-        while self.stale[dim] and isinstance(removed[-1], int):
-            removed.pop()
+        while self.stale[dim] and isinstance(self.now[dim][-1], int):
+            self.now[dim].pop()
             self.stale[dim] -= 1
-        if not removed and dim in self.held.padded:
-            self.x = self.x.narrow(dim, 0, self.held.padded[dim])
+        if dim in self.held.padded:
+            self.x = self.x.narrow(dim, 0, self.held.blocks(dim, axis_mesh())[axis])
 
-    def _pad(self, dim: int) -> None:
-        """Pad a dim with zeros before its first split."""
-        if not self.now[dim] and dim in self.wanted.padded:
-            missing = _padded(self.wanted.padded[dim], self.wanted, dim) - self.x.shape[dim]
-            if missing:
-                self.x = torch.nn.functional.pad(self.x, [0, 0] * (self.x.ndim - 1 - dim) + [0, missing])
+    def _pad(self, dim: int, axis: str) -> None:
+        """Pad a dim with zeros, so that an axis splits it."""
+        missing = -self.x.shape[dim] % axis_size(axis) if dim in self.wanted.padded else 0
+        if missing:
+            self.x = torch.nn.functional.pad(self.x, [0, 0] * (self.x.ndim - 1 - dim) + [0, missing])
 
 
 def _dims(spec: P, count: int) -> Sequence[tuple[str | int, ...]]:
     return [*spec.dims, *[()] * (count - len(spec.dims))]
-
-
-def _padded(size: int, spec: P, dim: int) -> int:
-    """Return the size of a dim with its padding."""
-    axes = spec.dim_axes()[dim] if dim in spec.padded else ()
-    return -(-size // axis_size(axes)) * axis_size(axes) if axes else size
 
 
 def _outer(factors: Sequence[str | int]) -> int:

@@ -7,26 +7,14 @@ transforms that make them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sharding_specs import Mesh
 
 PyTree = Any
 SpecTree = Any
-
-
-class LayerConversion(Protocol):
-    """Conversion of functions of stacked parameters to functions of the layers, each a parameter."""
-
-    def specs(self, specs: Callable[[tuple[PyTree, ...]], SpecTree]) -> Callable[[tuple[PyTree, ...]], SpecTree]:
-        """Convert a function of the arguments that returns specs of the parameters."""
-        ...
-
-    def decision(self, decide: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        """Convert a function of the parameters that returns a value for each of them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -37,8 +25,8 @@ class Request:
         """Return axes that the function is partitioned over and that no mesh has, with their sizes on a mesh."""
         return {}
 
-    def for_layers(self, conversion: LayerConversion) -> Request:
-        """Return the request for the function of separate layers, if it is made for one of stacked layers."""
+    def for_layers(self, layers: Mapping[str, int]) -> Request:
+        """Return the request for parameters that are layers of stacks: path of each → number of layers in its stack."""
         return self
 
     def without_schedule(self) -> Request | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import optree
@@ -15,7 +15,7 @@ from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 from ..checker import Typing, is_zero, mismatch, record_input_specs, type_of, type_of_spec, warn_of_equal_copies
 from ..collectives import State, Type, bind
 from ..errors import BackendError, LayoutError, OutSpecError
-from ..functions import Layout, LocalFunction, PyTree, SpecTree, filled, layout_of, specs_per_leaf, with_keywords
+from ..functions import Layout, LocalFunction, PyTree, Resolved, SpecTree, as_local_function, filled, specs_per_leaf
 from ..ir import Traced, forget_rewrites, hollow, info, refuse_abstract, update_info
 from ..ops import refuse_idle
 from ..passes import Options, Settings, microbatch_splits, shard_aval
@@ -60,10 +60,20 @@ class Lowered:
     assumptions: list[Assumption] = field(default_factory=list)
     layout_reads: dict[int, tuple[LayoutRead, str]] = field(default_factory=dict)  # by argument, with its path
     valueless: str = ""  # why it cannot run
+    resolved: Resolved | None = None  # of a local function
+
+    def entered(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Return the arguments as the program takes them."""
+        return args if self.resolved is None else self.resolved.entered(args)
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         remaining = iter(tensors)
         return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
+
+    def result(self, tensors: Sequence[torch.Tensor]) -> PyTree:
+        """Return the result as the user takes it, with layers as stacks."""
+        found = self.unflatten(tensors)
+        return found if self.resolved is None else self.resolved.restacked(found)
 
     def require_layouts(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
         """Check that arguments have values, and are contiguous if strides affect the function; the first is `first`.
@@ -87,7 +97,7 @@ def lower(
     f: Callable[..., PyTree],
     mesh: Mesh,
     args: tuple[PyTree, ...],
-    specs: tuple[SpecTree, SpecTree] | None = None,
+    specs: Resolved | tuple[SpecTree, SpecTree],
     *,
     name: str,
     options: Options = _DEFAULTS,
@@ -96,13 +106,13 @@ def lower(
 ) -> Lowered:
     """Trace a function on shards, type its values, check the layouts of its results and run its passes.
 
-    `f` is a local function, or a bare function on shards with `specs` for its arguments and results. Only the shapes
-    and dtypes of `args` are used. `watch` is told of the program after each pass.
+    `f` is a local function with its resolved layouts, or a bare function on shards with specs of its arguments and
+    results. Only the shapes and dtypes of `args` are used. `watch` is told of the program after each pass.
     """
     step = _trace_step(f, mesh, args, specs, name, options, paths)
-    rewritten = Rewrite(step.settings, pipeline_of(layout_of(f)), watch).run(step.program)
+    rewritten = Rewrite(step.settings, pipeline_of(step.layout), watch).run(step.program)
     rewritten.notes += step.notes
-    rewritten.requests = tuple(map(str, layout_of(f).requests))
+    rewritten.requests = tuple(map(str, step.layout.requests))
     for part in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
         forget_rewrites(part.traced.graph)
     if isinstance(rewritten, Program) and rewritten.is_captured:
@@ -110,10 +120,10 @@ def lower(
     return step.lowered(rewritten)
 
 
-def lower_uncut(f: Callable[..., PyTree], mesh: Mesh, args: tuple[PyTree, ...], name: str) -> tuple[Program, Settings]:
+def lower_uncut(f: LocalFunction, mesh: Mesh, args: tuple[PyTree, ...], resolved: Resolved) -> tuple[Program, Settings]:
     """Lower a local function up to the cut into the stages of its pipeline."""
-    step = _trace_step(f, mesh, args, None, name, _DEFAULTS, ArgumentPaths())
-    Rewrite(step.settings, pipeline_of(layout_of(f))).on_step(step.program)
+    step = _trace_step(f, mesh, args, resolved, f.name, _DEFAULTS, ArgumentPaths())
+    Rewrite(step.settings, pipeline_of(step.layout)).on_step(step.program)
     return step.program, step.settings
 
 
@@ -128,27 +138,30 @@ class _TracedStep:
     notes: tuple[str, ...]
     why: str  # why it cannot run
     layout_reads: dict[int, tuple[LayoutRead, str]]
+    layout: Layout
+    resolved: Resolved | None
 
     def lowered(self, program: Program | PipelineProgram) -> Lowered:
-        flat = self.flat
-        return Lowered(program, flat.out_tree, flat.outputs, self.assumptions, self.layout_reads, self.why)
+        flat, reads = self.flat, self.layout_reads
+        return Lowered(program, flat.out_tree, flat.outputs, self.assumptions, reads, self.why, self.resolved)
 
 
 def _trace_step(
     f: Callable[..., PyTree],
     mesh: Mesh,
     args: tuple[PyTree, ...],
-    specs: tuple[SpecTree, SpecTree] | None,
+    specs: Resolved | tuple[SpecTree, SpecTree],
     name: str,
     options: Options,
     paths: ArgumentPaths,
 ) -> _TracedStep:
     check_static_leaves(args, f"{name}, arguments")
-    layout = layout_of(f)
+    local, in_specs, out_specs = as_local_function(f), None, None
+    layout = local.layout
     wide = layout.mesh(mesh)
     if options.backend != "eager" and owners_of(layout):
         raise ValueError(
-            f"{name}: in {f!r} one rank runs ops that the others leave out, and a compiled region has ops of both "
+            f"{name}: in {local} one rank runs ops that the others leave out, and a compiled region has ops of both "
             "kinds; use backend='eager', or leave master= out of the plan"
         )
     if options.backend.endswith("cudagraphs") and pipeline_of(layout) is not None:
@@ -156,19 +169,19 @@ def _trace_step(
             f"{name}: the ranks of a pipeline run several programs per step, with messages in between, and "
             "backend='cudagraphs' captures one program; use backend='eager' or backend='inductor'"
         )
-    in_specs, out_specs = specs or (None, None)
-    with bind(wide.shape, None):
-        full = (
-            specs_per_leaf(layout.arguments(args), args, f"specs of {f!r}")
-            if isinstance(f, LocalFunction)
-            else per_argument(in_specs, args, name)
-        )
-        splits = microbatch_splits(args, full, wide, layout.virtual_sizes(mesh))
-        pipeline = pipeline_of(layout)
-        virtual = None if pipeline is None else pipeline.virtual
-        settings = Settings(wide, splits, virtual, requested_passes(layout), options)
-        flat = _Flat(f, args, full, out_specs, name)
-        traced, types, assumptions = _traced(flat, mesh, settings, layout)
+    if isinstance(specs, Resolved):
+        resolved = specs
+        layout = replace(layout, requests=tuple(each.for_layers(specs.layers()) for each in layout.requests))
+    else:
+        in_specs, out_specs = specs
+        leaves = optree.tree_leaves(per_argument(in_specs, args, name))
+        resolved = Resolved.of(args, wide, leaves)
+    splits = microbatch_splits(args, resolved.arguments, wide, layout.virtual_sizes(mesh))
+    pipeline = pipeline_of(layout)
+    virtual = None if pipeline is None else pipeline.virtual
+    settings = Settings(wide, splits, virtual, requested_passes(layout), options)
+    flat = _Flat(local, resolved, args, out_specs, name)
+    traced, types, assumptions = _traced(flat, mesh, settings, layout)
     why = valueless(traced)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
     _mark_inputs(traced, flat, paths, options.donate)
@@ -187,8 +200,9 @@ def _trace_step(
         lowering=functools.partial(lower, f, mesh, shapes, specs, name=name, options=options, paths=paths),
     )
     if out_specs is not UNCHECKED:
-        _check_results(program, types, layout.axes if isinstance(f, LocalFunction) else wide.axis_names)
-    return _TracedStep(program, settings, flat, assumptions, _untrained(traced), why, layout_reads)
+        _check_results(program, types, layout.axes if isinstance(specs, Resolved) else wide.axis_names)
+    known = specs if isinstance(specs, Resolved) else None
+    return _TracedStep(program, settings, flat, assumptions, _untrained(traced), why, layout_reads, layout, known)
 
 
 class _Flat:
@@ -203,26 +217,21 @@ class _Flat:
     out_paths: list[str]
 
     def __init__(
-        self,
-        f: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        specs: tuple[SpecTree, ...],
-        out_specs: SpecTree,
-        name: str,
+        self, f: LocalFunction, resolved: Resolved, args: tuple[PyTree, ...], out_specs: SpecTree, name: str
     ) -> None:
-        self._f, self._out_specs, self._name = f, None if out_specs is UNCHECKED else out_specs, name
+        self._f, self._resolved, self._name = f, resolved, name
+        self._out_specs = P() if out_specs is UNCHECKED else out_specs
         self._leaves, self._tree = optree.tree_flatten(args)
         self._chosen = [index for index, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self.tensors: list[torch.Tensor] = _of(self._chosen, self._leaves)
-        self.in_specs: list[P] = _of(self._chosen, optree.tree_leaves(specs))
+        self.in_specs: list[P] = _of(self._chosen, resolved.specs)
         self.in_paths: list[str] = _of(self._chosen, tree_paths(args))
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         record_input_specs(self.in_specs)
-        run = self._f.run if isinstance(self._f, LocalFunction) else with_keywords(self._f)
-        result = run(*filled(self._leaves, self._chosen, values, self._tree))
+        result, specs = self._f.run(self._resolved, *filled(self._leaves, self._chosen, values, self._tree))
         check_static_leaves(result, f"{self._name}, results")
-        specs = self._f.results if isinstance(self._f, LocalFunction) else self._out_specs
+        specs = specs if self._out_specs is None else self._out_specs
         leaves, self.out_tree = optree.tree_flatten(result)
         self.outputs = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         kept = [index for index, output in enumerate(self.outputs) if output is _TENSOR]

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
 from torch import fx
 
-from sharding_specs import P, Placement, broadcast_specs, register_dataclasses, require_dims, tree_paths
+from sharding_specs import Mesh, P, Placement, broadcast_specs, register_dataclasses, require_dims, tree_paths
 
-from ..collectives import DimSplit, axis_dim_split, current_axes, hidden_axes, hide
+from ..collectives import DimSplit, axis_dim_split, current_axes, hidden_axes, hide, mesh_axis_size
 from ..errors import PartitionError
 from ..functions import (
-    Layout,
     LocalFunction,
     PyTree,
+    Resolved,
     SpecTree,
+    as_local_function,
     axis_mesh,
-    layout_of,
+    beside,
+    filled,
     refuse_idle_states,
     refuse_unknown_axes,
     specs_per_leaf,
-    with_keywords,
 )
 from ..ir import Aval, Traced, hollow, info, leaf_signature
 from ..rules import REDUCED, REPLICATED, AxisLayout, Owned, Shard, TargetLayout, convert
@@ -39,6 +40,7 @@ from .region import axis_layout_of
 from .run import PartitionedValue, run_partitioned
 
 Specs = Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
+ResolvedSpecs = Callable[[Resolved], tuple[SpecTree, ...]]  # from the layouts of the function inside
 
 
 def partition(
@@ -84,8 +86,12 @@ def partition(
             if an op has no rule.
         SpecError: when called, if the specs do not fit the arguments.
     """
+
+    def own(inner: Resolved) -> tuple[SpecTree, ...]:
+        return in_specs(inner.args) if callable(in_specs) else _as_tuple(in_specs, inner.args)
+
     name = f"partition({axis!r})"
-    return Partitioning(name, axis, in_specs, out_specs, parameters, tuple(gathered), strict).apply(f)
+    return Partitioning(name, axis, own, out_specs, parameters, tuple(gathered), strict).apply(f)
 
 
 @dataclass(frozen=True)
@@ -98,36 +104,39 @@ class Partitioning:
 
     name: str  # of the transform, for messages
     axis: str
-    in_specs: tuple[SpecTree, ...] | Specs
+    in_specs: ResolvedSpecs
     out_specs: SpecTree | None = None
     parameters: int | None = 0
     gathered: tuple[int, ...] = ()
     strict: bool = False
     owner: Owned | None = None
-
-    def specs(self, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        """Return the specs of these arguments."""
-        return self.in_specs(args) if callable(self.in_specs) else _as_tuple(self.in_specs, args)
+    lies: tuple[str, str] | None = None  # how parameters and other arguments lie, for messages
 
     def apply(self, f: Callable[..., PyTree]) -> LocalFunction:
         """Partition a function."""
-        axis, inner = self.axis, layout_of(f)
-        if axis in inner.axes:
-            raise PartitionError(f"{f!r} is local to {axis!r} already; each axis is taken by one transform")
+        inner = as_local_function(f)
+        if self.axis in inner.layout.axes:
+            raise PartitionError(f"{inner} is local to {self.axis!r} already; each axis is taken by one transform")
 
-        def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            own = specs_per_leaf(self.specs(args), args, f"specs of {self.name}")
-            refuse_unknown_axes(own, self.name, {axis})
-            refuse_idle_states(own, self.name, axis)
-            before = specs_per_leaf(inner.arguments(args), args, f"specs of {f!r}")
-            if (owner := self.owner) is not None:
-                return tuple(optree.tree_map(lambda spec: _with_place(spec, owner, axis), spec) for spec in before)
-            return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
+        def resolve(resolved: Resolved) -> Resolved:
+            return self.resolve(resolved, inner.layout.axes)
 
-        described = (*inner.describe, self.name)
-        layout = replace(inner, arguments=arguments, axes=(*inner.axes, axis), describe=described)
-        of: str = getattr(f, "name", "") or getattr(f, "__name__", "function")
-        return LocalFunction(_Partition(f, self, inner), layout, of)
+        call = _Partition(inner, self)
+        return inner.then(call, describe=self.name, lies=self.lies, axis=self.axis, resolver=resolve)
+
+    def resolve(self, inner: Resolved, axes: Sequence[str]) -> Resolved:
+        """Return the layouts of the partitioned function, from those of the function, which is local to `axes`."""
+        mesh_axis_size(self.axis)  # raises for an axis that is not bound
+        trees = specs_per_leaf(self.in_specs(inner), inner.args, f"specs of {self.name}")
+        refuse_unknown_axes(trees, self.name, {self.axis})
+        refuse_idle_states(trees, self.name, self.axis)
+        own: list[P] = optree.tree_leaves(trees)
+        if (owner := self.owner) is not None:
+            specs = [_with_place(spec, owner, self.axis, inner.mesh) for spec in inner.specs]
+        else:
+            pairs = zip(inner.specs, own, strict=True)
+            specs = [_merged(before, after, self.axis, axes, inner.mesh) for before, after in pairs]
+        return inner.outside(self.name, specs, own)
 
 
 @dataclass
@@ -140,24 +149,24 @@ class _Entry:
 class _Partition:
     """Partitioned function with its traces, one per signature."""
 
-    def __init__(self, f: Callable[..., PyTree], how: Partitioning, inner: Layout) -> None:
-        self.f, self.axis, self.how, self.inner = f, how.axis, how, inner
+    def __init__(self, f: LocalFunction, how: Partitioning) -> None:
+        self.f, self.axis, self.how = f, how.axis, how
         self.entries: dict[Any, _Entry] = {}
 
-    def __call__(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
+    def __call__(self, resolved: Resolved, *args: PyTree) -> tuple[PyTree, SpecTree]:
         register_dataclasses(args)
-        specs = list(optree.tree_leaves(specs_per_leaf(self.how.specs(args), args, f"specs over {self.axis!r}")))
+        specs = resolved.own
         leaves, tree = optree.tree_flatten(args)
-        places = [axis_layout_of(spec, self.axis, self.inner.axes) for spec in specs]
+        places = [axis_layout_of(spec, self.axis, self.f.layout.axes) for spec in specs]
         given, held, owner = leaves, places, self.how.owner
         if owner is None:
             cut = axis_dim_split(self.axis)
-            leaves, places = self._gather(args, leaves, places, specs, cut)
+            leaves, places = self._gather(args, leaves, places, resolved, cut)
         else:
             cut = self._split(args, leaves, places)
             leaves, places = self._scatter(leaves, places, owner, cut)
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        entry = self._entry(leaves, tree, tensors, places, cut)
+        entry = self._entry(resolved.inside, leaves, tree, tensors, places, cut)
         self._check_layouts(entry.traced, args, given, held)
         static = self._argument_flags(args, (self.how.parameters,))
         whole: list[dict[TargetLayout, torch.Tensor]] = [{} if owner is None else {owner: leaf} for leaf in given]
@@ -167,23 +176,31 @@ class _Partition:
         outputs, out_places = run_partitioned(
             entry.traced, inputs, self.axis, cut, out_places=wanted, owner=owner, strict=strict
         )
-        specs_out = [_with_place(s, p, self.axis) for s, p in zip(entry.out_inner, out_places, strict=True)]
+        pairs = zip(entry.out_inner, out_places, strict=True)
+        specs_out = [_with_place(spec, place, self.axis, resolved.mesh) for spec, place in pairs]
         return optree.tree_unflatten(entry.out_tree, outputs), optree.tree_unflatten(entry.out_tree, specs_out)
 
     def _argument_flags(self, args: tuple[PyTree, ...], numbers: Sequence[int | None]) -> list[bool]:
         return [number in numbers for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
 
     def _gather(
-        self, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout], specs: list[P], cut: DimSplit
+        self, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout], resolved: Resolved, cut: DimSplit
     ) -> tuple[list[Any], list[AxisLayout]]:
         flags = self._argument_flags(args, self.how.gathered)
         whole = [flag and isinstance(place, Shard) for flag, place in zip(flags, places, strict=True)]
-        self._check_padding(args, whole, specs)
+        self._check_padding(args, whole, resolved.own)
         gathered = [
-            _trimmed(convert(leaf, place, REDUCED, self.axis, cut), spec) if flag else leaf
-            for flag, leaf, place, spec in zip(whole, leaves, places, specs, strict=True)
+            self._trimmed(convert(leaf, place, REDUCED, self.axis, cut), spec) if flag else leaf
+            for flag, leaf, place, spec in zip(whole, leaves, places, resolved.specs, strict=True)
         ]
         return gathered, [REDUCED if flag else place for flag, place in zip(whole, places, strict=True)]
+
+    def _trimmed(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """Cut off what pads a gathered value, whose spec over all axes is `spec`."""
+        for dim in spec.padded:
+            length = spec.blocks(dim, axis_mesh()).get(self.axis, x.shape[dim])
+            x = x.narrow(dim, 0, length) if x.shape[dim] != length else x
+        return x
 
     def _split(self, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout]) -> DimSplit:
         """Return the split of the batch over the ranks, which may be uneven. All arguments are split in proportion."""
@@ -217,7 +234,7 @@ class _Partition:
         ]
         return parts, [place if isinstance(place, Shard) else owner for place in places]
 
-    def _check_padding(self, args: tuple[PyTree, ...], whole: list[bool], specs: list[P]) -> None:
+    def _check_padding(self, args: tuple[PyTree, ...], whole: list[bool], specs: Sequence[P]) -> None:
         for path, flag, spec in zip(tree_paths(args), whole, specs, strict=True):
             if self.axis in spec.axes and spec.only({self.axis}).padded and not flag:
                 raise PartitionError(f"{path}: {spec!r} is padded, which only what lies at rest can be; make it even")
@@ -247,43 +264,43 @@ class _Partition:
         shapes = optree.tree_map(lambda out: hollow(info(out).val) if isinstance(out, fx.Node) else out, outputs)
         require_dims(shapes, full, f"the results over {self.axis!r} (out_specs)")
         specs = optree.tree_leaves(full)
-        return [axis_layout_of(spec, self.axis, self.inner.axes) for spec in specs]
+        return [axis_layout_of(spec, self.axis, self.f.layout.axes) for spec in specs]
 
     def _entry(
-        self, leaves: list[Any], tree: optree.PyTreeSpec, tensors: list[int], places: list[AxisLayout], cut: DimSplit
+        self,
+        inner: Resolved,
+        leaves: list[Any],
+        tree: optree.PyTreeSpec,
+        tensors: list[int],
+        places: list[AxisLayout],
+        cut: DimSplit,
     ) -> _Entry:
         avals = {index: _global_aval(leaves[index], places[index], cut) for index in tensors}
         looks = tuple(leaf_signature(avals.get(index, leaf), exact=True) for index, leaf in enumerate(leaves))
-        key = (tree, looks, tuple(current_axes().items()), hidden_axes(), cut)
+        key = (inner, tree, looks, tuple(current_axes().items()), hidden_axes(), cut)
         recording = recorder()  # a program being lowered copies the data that it needs, and outlives the trace
         known = self.entries if recording is None else recording.notes.setdefault(self, {})
         entry: _Entry | None = known.get(key)
         if entry is None:
-            entry = self._trace(leaves, tree, tensors, list(avals.values()))
+            entry = self._trace(inner, leaves, tree, tensors, list(avals.values()))
             if not entry.traced.captured:
                 known[key] = entry
         return entry
 
-    def _trace(self, leaves: list[Any], tree: optree.PyTreeSpec, tensors: list[int], avals: list[Aval]) -> _Entry:
-        found: dict[str, Any] = {}
-
-        def flat(*values: torch.Tensor) -> Sequence[Any]:
-            filled = list(leaves)
-            for index, value in zip(tensors, values, strict=True):
-                filled[index] = value
-            # the layout of a local function is included in ours
-            run = self.f.run if isinstance(self.f, LocalFunction) else with_keywords(self.f)
-            result = run(*optree.tree_unflatten(tree, filled))
+    def _trace(
+        self, inner: Resolved, leaves: list[Any], tree: optree.PyTreeSpec, tensors: list[int], avals: list[Aval]
+    ) -> _Entry:
+        def run(*values: torch.Tensor) -> tuple[list[Any], tuple[optree.PyTreeSpec, list[P]]]:
+            result, specs = self.f.run(inner, *filled(leaves, tensors, values, tree))
             register_dataclasses(result)
-            outputs, found["tree"] = optree.tree_flatten(result)
-            specs = self.f.results if isinstance(self.f, LocalFunction) else None
-            found["specs"] = optree.tree_leaves(specs) if specs is not None else [P()] * len(outputs)
-            return list(outputs)
+            outputs, out_tree = optree.tree_flatten(result)
+            return outputs, (out_tree, optree.tree_leaves(specs))
 
+        flat, rest = beside(run)
         with hide(self.axis):
             paths = tree_paths(optree.tree_unflatten(tree, leaves))
             traced = prepare(trace(flat, avals, forward_only=True, paths=[paths[index] for index in tensors]))
-        return _Entry(traced, found["tree"], found["specs"])
+        return _Entry(traced, *rest())
 
 
 def _as_tuple(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
@@ -293,12 +310,6 @@ def _as_tuple(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[Sp
     return given
 
 
-def _trimmed(x: torch.Tensor, spec: P) -> torch.Tensor:
-    for dim, size in spec.padded.items():
-        x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
-    return x
-
-
 def _global_aval(leaf: torch.Tensor, place: AxisLayout, cut: DimSplit) -> Aval:
     shape = list(leaf.shape)
     if isinstance(place, Shard):
@@ -306,13 +317,12 @@ def _global_aval(leaf: torch.Tensor, place: AxisLayout, cut: DimSplit) -> Aval:
     return Aval(tuple(shape), leaf.dtype, leaf.device)
 
 
-def _with_place(spec: P, place: AxisLayout, axis: str, padded: Mapping[int, int] | None = None) -> P:
+def _with_place(spec: P, place: AxisLayout, axis: str, mesh: Mesh, padded: Mapping[int, int] | None = None) -> P:
     """Return the spec of a value with `spec` from inner transforms and layout `place` along `axis`."""
     if isinstance(place, Owned):
         return spec.replace(owner={**spec.owner, axis: place.rank})
     if not isinstance(place, Shard):
         return spec
-    mesh = axis_mesh()
     held = spec.placements(mesh)
     outer, reached = place.outer, 1
     for other in sorted((p for p in held if p.dim == place.dim), key=lambda p: p.outer):
@@ -323,22 +333,18 @@ def _with_place(spec: P, place: AxisLayout, axis: str, padded: Mapping[int, int]
     return P.from_placements(places, mesh, spec.unreduced, spec.reduced, spec.owner, padded)
 
 
-def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str]) -> SpecTree:
-    """Merge the specs of this transform into the specs that inner transforms declared.
+def _merged(inner: P, own: P, axis: str, axes: Sequence[str], mesh: Mesh) -> P:
+    """Merge the spec of this transform into the spec that the transforms inside, over `axes`, declared.
 
-    A spec in `own` that names all axes of the inner spec is used. Otherwise `axis` is added to the inner spec.
+    `own` is used if it names all axes of the inner spec. Otherwise `axis` is added to the inner spec.
     """
-
-    def merge(a: P, b: P) -> P:
-        if axis in b.reduced:
-            return a.replace(reduced=a.reduced | {axis})
-        if axis not in b.axes:
-            return a
-        if a.axes <= b.axes:
-            told = b.only((*inner, axis))
-            reduced, unreduced = told.reduced | a.reduced, told.unreduced | a.unreduced
-            return told.replace(reduced=reduced, unreduced=unreduced, owner=a.owner)
-        mine = b.only({axis})
-        return _with_place(a, axis_layout_of(mine, axis, ()), axis, mine.padded)
-
-    return optree.tree_map(merge, before, own)
+    if axis in own.reduced:
+        return inner.replace(reduced=inner.reduced | {axis})
+    if axis not in own.axes:
+        return inner
+    if inner.axes <= own.axes:
+        told = own.only((*axes, axis))
+        reduced, unreduced = told.reduced | inner.reduced, told.unreduced | inner.unreduced
+        return told.replace(reduced=reduced, unreduced=unreduced, owner=inner.owner)
+    mine = own.only({axis})
+    return _with_place(inner, axis_layout_of(mine, axis, ()), axis, mesh, mine.padded)

@@ -42,7 +42,7 @@ def call_shard_map(
     _check_specs(optree.tree_leaves((specs, out_specs)), mesh, name, active)
     validate(args, specs, mesh)
     visible = tuple(axis for axis in mesh.axis_names if axis in current_axes())
-    args = check_arguments(name, visible, lambda given: tuple(P() for _ in given), args)
+    args = check_arguments(name, visible, [P()] * len(optree.tree_leaves(args)), args)
     call = _Call(active, f, mesh, optree.tree_leaves(specs), out_specs, name, args)
     region, captured, tree, leaves = call.traced_once()
     depends_on_layouts(region.body, call.tensors, [tree_paths(args)[index] for index in call.chosen])

@@ -6,5 +6,5 @@ from .execution import AsyncRankExecutor, Executor, RankExecutor, RunProgram, Sc
 from .memory import PipelineMemory
 from .pairs import pairs_of
 from .program import PipelineProgram
-from .stacks import StackedLayers, Stacks, stacks_of, unstacked
+from .stacks import unstacked
 from .structure import updates_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -47,6 +47,9 @@ class PipelineRequest(Request):
 
     def without_schedule(self) -> None:
         return None
+
+    def for_layers(self, layers: Mapping[str, int]) -> PipelineRequest:
+        return replace(self, cut=replace(self.cut, lengths=layers))
 
     def __str__(self) -> str:
         return f"pipeline over {self.axis!r}"

@@ -10,7 +10,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import torch
@@ -23,7 +23,6 @@ from ..ir import Aval, Traced, info, operands_of, source_of
 from ..program import recompute_cost
 from ..schedules import count
 from .roles import OpRole, OpRoles
-from .stacks import Stacks
 
 BALANCES = ("work", "memory")
 _FREE = 1e-6  # share of the model's cost that is spread over its ops if stages would cost nothing
@@ -35,7 +34,7 @@ class CutSpec:
     """Specification of a cut. `balance` counts if neither marks nor stacks define the cut."""
 
     balance: str = "work"  # the quantity to balance over the stages; or "memory" of parameters and residuals
-    stacks: Stacks | None = None  # the stacks of layers between which to cut
+    lengths: Mapping[str, int] = field(default_factory=dict)  # path of each layer → number of layers in its stack
 
 
 def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh) -> dict[fx.Node, int]:
@@ -44,8 +43,8 @@ def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh
     marks = 1 + max((source.stage for node in roles.of if (source := source_of(node)) is not None), default=0)
     if marks > 1:
         return _by_marks(forward, roles, marks, stages)
-    if cut.stacks is not None and cut.stacks.paths:
-        return _by_layers(traced, roles, forward, cut.stacks.paths, stages)
+    if cut.lengths:
+        return _by_layers(traced, roles, forward, cut.lengths, stages)
     if stages == 1:
         return dict.fromkeys(forward, 0)
     if not forward:
@@ -84,7 +83,7 @@ def _by_marks(forward: list[fx.Node], roles: OpRoles, marks: int, stages: int) -
 
 
 def _by_layers(
-    traced: Traced, roles: OpRoles, forward: list[fx.Node], lengths: dict[str, int], stages: int
+    traced: Traced, roles: OpRoles, forward: list[fx.Node], lengths: Mapping[str, int], stages: int
 ) -> dict[fx.Node, int]:
     """Cut into equal groups of layers. Ops after a layer belong to its stage or a later stage."""
     _check_stacks(traced, roles)

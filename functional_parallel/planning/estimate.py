@@ -20,7 +20,7 @@ from ..optim import Optimizer, sgd, tree_map_params
 from ..pipelines import pipeline_of, stage_of_layer
 from ..program import readable_bytes
 from ..requests import UpdateSharding, owners_of
-from ..training import TrainStep, train_step
+from ..training import StepLayout, TrainStep, train_step
 
 
 class Convention(NamedTuple):
@@ -102,30 +102,33 @@ def estimate(
     shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
     train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
     shapes, state = train.begun(shapes)
-    kept = _kept(shapes, state, train, convention if optimizer is None else None)
+    places = train.places(shapes)
+    kept = _kept(shapes, state, train, places, convention if optimizer is None else None)
     pipeline = pipeline_of(train.f.layout)
     axis = None if pipeline is None else pipeline.axis
     note = "" if axis is None else f"the rank of {axis!r} that holds most, with all that is no layer of a stack"
     for name, rank in owners_of(train.f.layout).items():
         note = f"rank {rank} of {name!r}, the master; the other ranks hold nothing between steps"
     found = []
-    for there in _where_layers_are(train, shapes):
-        parts = [_bytes(_only(tree, shapes, there), specs, mesh, *how) for tree, specs, *how in kept]
+    for there in _where_layers_are(train, places):
+        parts = [_bytes(_only(tree, places.params, there), specs, mesh, *how) for tree, specs, *how in kept]
         found.append(Estimate(parts[0], parts[1], parts[2], note))
     return max(found, key=lambda each: each.total)
 
 
-def _kept(shapes: PyTree, state: PyTree, train: TrainStep, convention: str | Convention | None) -> list[Any]:
+def _kept(
+    shapes: PyTree, state: PyTree, train: TrainStep, places: StepLayout, convention: str | Convention | None
+) -> list[Any]:
     """Return parameters, gradients and optimizer state, each as (tree, specs, arguments for `_bytes`)."""
-    places = train.places(shapes)
-    packed = places.packing.pack_whole(shapes)
     update = train.f.layout.last(UpdateSharding)
     whole = update is not None and update.whole_gradients
     if convention is None:
-        stored, state, specs = train.placed(places, shapes, state)
+        stored, state, specs = train.placed(places, shapes, state, fresh=False)
         packed = places.packing.pack_whole(places.params)
         partial = (places.params, places.kept) if whole else (packed, places.update)
         return [(stored, places.kept), (*partial, None, False), (state, specs)]
+    shapes = places.by_layer(shapes, shapes, fresh=False)
+    packed = places.packing.pack_whole(shapes)
     partial = (shapes, places.kept) if whole else (packed, places.update)
     each = _convention(convention)
     return [
@@ -135,14 +138,14 @@ def _kept(shapes: PyTree, state: PyTree, train: TrainStep, convention: str | Con
     ]
 
 
-def _where_layers_are(train: TrainStep, shapes: PyTree) -> Iterator[PyTree]:
+def _where_layers_are(train: TrainStep, places: StepLayout) -> Iterator[PyTree]:
     """Yield, for each pipeline rank, which parameters it holds. Parameters outside stacks count on every rank."""
-    paths, tree = tree_paths(shapes), optree.tree_structure(shapes)
+    paths, tree = tree_paths(places.params), optree.tree_structure(places.params)
     plan = pipeline_of(train.f.layout)
     if plan is None:
         yield tree.unflatten([True] * len(paths))
         return
-    lengths = {} if train.stacks is None else train.stacks.paths
+    lengths = {} if places.stacks is None else places.stacks.paths
     if not lengths:
         raise PipelineError(
             f"which parameters a rank of {plan.axis!r} holds follows from where the model is cut, and that from its "

@@ -16,7 +16,7 @@ import torch
 from sharding_specs import Mesh, register_dataclasses, tree_paths
 
 from ..errors import ScheduleError
-from ..functions import PyTree, grad
+from ..functions import PyTree, as_local_function, grad
 from ..ir import is_trained, without_memory
 from ..lowering import lower_uncut
 from ..optim import Optimizer, sgd
@@ -118,7 +118,8 @@ def _profiled(
     whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
     register_dataclasses(params, batch)
     args = optree.tree_map(without_memory, (params, *batch))
-    program, settings = lower_uncut(grad(whole), Mesh(pipe=1), args, whole.name)
+    derivative, mesh = as_local_function(grad(whole)), Mesh(pipe=1)
+    program, settings = lower_uncut(derivative, mesh, args, derivative.resolve(args, mesh))
     weights = _weights(args[0], optimizer or sgd(0.0))
     return profile_layers(program, settings, samples, speed, weights)
 

@@ -1,6 +1,6 @@
 """Requests of transforms, each a frozen object, and the table of their order.
 
-A request places the update or the norm (`update_sharding`), adds leaves to the state (`state_request`), contributes
+A request shards the update (`update_sharding`), adds leaves to the state (`state_request`), contributes
 passes (`run_pass`), or describes the ranks of an axis (`axes`). Lowering and training serve these kinds of requests and
 do not know the transforms that make them.
 """
@@ -20,4 +20,4 @@ from .state_request import (
 )
 from .stored_type import Masters, MasterState, StoredType
 from .table import REQUESTS, Order, require_order
-from .update_sharding import NormSharding, SummedApart, UpdateSharding, divided_specs, flat_update, update_specs
+from .update_sharding import SummedApart, UpdateSharding, flat_update

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import optree
 import torch
 
-from ..functions import LayerConversion, Layout, PyTree, Request, SpecTree
+from ..functions import Layout, PyTree, SpecTree
 from .state_request import StateRequest, Update
 from .update_sharding import flat_update
 
@@ -31,9 +31,6 @@ class StoredType(StateRequest):
 
     def stored(self, params: PyTree) -> PyTree:
         return self._mapped(lambda leaf: leaf.to(self.dtype), params)
-
-    def for_layers(self, conversion: LayerConversion) -> Request:
-        return replace(self, kept=conversion.decision(self.kept))
 
     def _mapped(
         self, change: Callable[[torch.Tensor], torch.Tensor], params: PyTree, other: int | None = None

@@ -19,12 +19,12 @@ from ..passes import (
     RematToBudget,
     WidenedAndNarrowed,
 )
-from ..pipelines import PipelineRequest, StackedLayers
+from ..pipelines import PipelineRequest
 from .axes import DataAxis, Master, Microbatches, Replicas
 from .loss_scaling import ScaleLoss
 from .run_pass import RunPass
 from .stored_type import StoredType
-from .update_sharding import NormSharding, SummedApart, UpdateSharding
+from .update_sharding import SummedApart, UpdateSharding
 
 
 class Order(IntEnum):
@@ -57,11 +57,9 @@ REQUESTS: dict[type[Request] | type[ProgramPass], Order] = {  # a request of a p
     GatherAgain: Order.TENSOR,
     DataAxis: Order.DATA,
     Master: Order.DATA,
-    NormSharding: Order.DATA,
     UpdateSharding: Order.DATA,
     GatherPlacement: Order.DATA,
     ReduceScatterFirst: Order.DATA,
-    StackedLayers: Order.ACCUMULATE,
     Microbatches: Order.ACCUMULATE,
     ReducePerMicrobatch: Order.ACCUMULATE,
     PipelineRequest: Order.PIPELINE,

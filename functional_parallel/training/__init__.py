@@ -4,4 +4,4 @@ from .local_step import Metrics
 from .options import require_arguments
 from .state import TrainState
 from .step import TrainStep, train_step
-from .update import require_elementwise
+from .update import StepLayout, require_elementwise

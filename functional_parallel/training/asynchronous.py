@@ -10,7 +10,7 @@ import torch
 from sharding_specs import Mesh, P
 
 from ..collectives import MICROBATCH
-from ..functions import Layout, PyTree
+from ..functions import Layout, PyTree, SpecTree
 from ..pipelines import pipeline_of, updates_of
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def is_asynchronous(layout: Layout, mesh: Mesh) -> bool:
     return pipeline is not None and pipeline.on(mesh).versions is not None
 
 
-def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+def of_one_update(layout: Layout, mesh: Mesh, batch: tuple[PyTree, ...], specs: SpecTree) -> tuple[PyTree, ...]:
     """Return the slice of a batch for one update. It is the full batch unless the pipeline is asynchronous."""
     pipeline = pipeline_of(layout)
     if pipeline is None or not is_asynchronous(layout, mesh):
@@ -43,5 +43,5 @@ def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTre
             )
         return leaf.narrow(dims[0], 0, length)
 
-    found: tuple[PyTree, ...] = optree.tree_map(part, batch, layout.batch_specs(mesh, params, batch))
+    found: tuple[PyTree, ...] = optree.tree_map(part, batch, specs)
     return found

@@ -11,7 +11,7 @@ from sharding_specs import Mesh, P, register_dataclasses, tree_paths
 
 from .. import _torch
 from ..data import batch_signature, check_same_call
-from ..functions import LocalFunction, PyTree, bind_positional
+from ..functions import LocalFunction, PyTree, SpecTree, bind_positional
 from ..program import BaseProgram
 from ..requests import owners_of
 from ..runtime import Runtime, default_runtime
@@ -69,7 +69,7 @@ class BatchInputs:
         ]
         return handles, [] if self.own else tensors
 
-    def global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    def whole(self, batch: tuple[PyTree, ...], specs: SpecTree) -> tuple[PyTree, ...]:
         """Return the global batch without values, if `batch` is one process's shard of it. Else return `batch`."""
         if not self.own:
             return batch
@@ -78,7 +78,6 @@ class BatchInputs:
         def whole(leaf: T, spec: P) -> T | torch.Tensor:
             return like_own(leaf, spec.only(self.mesh.axis_names)) if isinstance(leaf, torch.Tensor) else leaf
 
-        specs = self.f.layout.batch_specs(self.mesh, params, (*self.passed, *batch))[len(self.passed) :]
         found: tuple[PyTree, ...] = optree.tree_map(whole, batch, specs)
         return found
 

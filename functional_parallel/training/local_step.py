@@ -17,7 +17,7 @@ import torch
 from sharding_specs import P
 
 from .. import random
-from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value, relayout_leaf
+from ..functions import LocalFunction, PyTree, Resolved, SpecTree, as_local_function, grad_and_value, relayout_leaf
 from ..optim import Optimizer, scheduled_rates
 from ..requests import (
     StateRequest,
@@ -75,17 +75,11 @@ class LocalTrainStep:
         """Return the step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics)."""
         step = _StepOnShards(self, places, state_specs, state_requests(self.f.layout))
 
-        def call(held: tuple[PyTree, PyTree], batch: PyTree, key: torch.Tensor | None) -> tuple[PyTree, SpecTree]:
-            new, metrics = step(*held, batch, key)
-            return (new, metrics), ((places.kept, state_specs), step.metric_specs(metrics))
+        def call(resolved: Resolved, held: tuple[PyTree, PyTree], batch: PyTree, key: Any) -> tuple[PyTree, SpecTree]:
+            new, metrics, specs = step(resolved.inside, *held, batch, key)
+            return (new, metrics), ((places.kept, state_specs), specs)
 
-        def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            (params, state), batch, _ = args
-            more = loss_arguments(step.requests, split_state(state, step.requests)[1])
-            of_batch = self.f.layout.arguments((params, *more, *batch))[1 + len(more) :]
-            return ((places.kept, state_specs), tuple(of_batch), P())
-
-        return LocalFunction(call, replace(self.f.layout, arguments=arguments), "train_step")
+        return LocalFunction(call, self.f.layout, "train_step")
 
 
 @dataclass(frozen=True)
@@ -103,14 +97,15 @@ class _StepOnShards:
         return any(each.passed for each in self.requests)
 
     def __call__(
-        self, params: PyTree, state: PyTree, batch: tuple[PyTree, ...], key: torch.Tensor | None
-    ) -> tuple[tuple[PyTree, PyTree], Metrics]:
+        self, resolved: Resolved, params: PyTree, state: PyTree, batch: tuple[PyTree, ...], key: torch.Tensor | None
+    ) -> tuple[tuple[PyTree, PyTree], Metrics, Metrics]:
+        """Return new parameters and state, the metrics, and the specs of the metrics."""
         places, packing = self.places, self.places.packing
         before, leaves = split_state(state, self.requests)
         reduced = optree.tree_map(relayout_leaf, params, places.kept, places.compute)
         inputs = optree.tree_map(as_trained, reduced, places.params)
         with random.using(key) if key is not None else nullcontext():
-            gradients, value, aux, leaves = self._gradients(inputs, batch, leaves)
+            gradients, (value, aux, aux_specs), leaves = self._gradients(resolved, inputs, batch, leaves)
         gradients = without(gradients, places.frozen)
         idle = untrained(inputs, gradients)
         report_untrained(self.step.f.name, params, idle, places.frozen, self.step.warned)
@@ -126,45 +121,38 @@ class _StepOnShards:
         metrics = Metrics(value, norm, aux, lr=rates)
         for each, held in zip(self.requests, leaves, strict=True):
             metrics = metrics._replace(**each.metrics(norm, held))
-        return (old_params(new, params, idle), with_leaves(update.state, self.requests, after)), metrics
-
-    def metric_specs(self, metrics: Metrics) -> SpecTree:
-        """Return the specs of the metrics, after the step was called."""
-        f = self.step.f
-        spec = P(owner=owners_of(f.layout))
-        aux = None if metrics.aux is None else f.results[1][1] if self.passes_more else f.results[1]
-        return optree.tree_map(lambda _: spec, metrics._replace(aux=None))._replace(aux=aux)
+        spec = P(owner=owners_of(self.step.f.layout))
+        specs = optree.tree_map(lambda _: spec, metrics._replace(aux=None))._replace(aux=aux_specs)
+        return (old_params(new, params, idle), with_leaves(update.state, self.requests, after)), metrics, specs
 
     def _gradients(
-        self, params: PyTree, batch: tuple[PyTree, ...], leaves: Sequence[PyTree]
-    ) -> tuple[PyTree, torch.Tensor, PyTree, list[PyTree]]:
-        """Return the gradients of the loss, as the requests change it; the loss; its aux; and what it changes."""
+        self, resolved: Resolved, params: PyTree, batch: tuple[PyTree, ...], leaves: Sequence[PyTree]
+    ) -> tuple[PyTree, tuple[torch.Tensor, PyTree, SpecTree], list[PyTree]]:
+        """Return the gradients of the loss, as the requests change it; the loss, its aux and specs; what it changes."""
         f, with_aux = self.step.f, self.step.options.has_aux
-        if not self.requests:
-            gradients, value = grad_and_value(f, has_aux=with_aux)(params, *batch)
-            return (gradients, *value, []) if with_aux else (gradients, value, None, [])
         more, has_aux = loss_arguments(self.requests, leaves), with_aux or self.passes_more
 
-        def call(*args: PyTree) -> tuple[Any, SpecTree]:
-            result = f.run(*args)
+        def call(resolved: Resolved, *args: PyTree) -> tuple[Any, SpecTree]:
+            result, specs = f.run(resolved, *args)
             if more and not (_is_pair(result) and (not with_aux or _is_pair(result[1]))):
                 what = "(value, (new buffers, aux))" if with_aux else "(value, new buffers)"
                 raise ValueError(f"train_step(buffers=…): {f.name} must return {what}")
             value = result[0] if has_aux else result
             for each, held in zip(self.requests, leaves, strict=True):
                 value = each.loss(value, held)
-            return (value, result), (P(owner=owners_of(f.layout)), f.results)
+            return (value, result), (P(owner=owners_of(f.layout)), specs)
 
-        local = LocalFunction(call, f.layout, f.name)
-        gradients, (_, result) = grad_and_value(local, has_aux=True)(params, *more, *batch)
-        parts: Any = (result, f.results) if has_aux else ((result, None), (None, None))
+        differentiated = as_local_function(grad_and_value(f.then(call), has_aux=True))
+        found, (_, (_, specs)) = differentiated.run(resolved, params, *more, *batch)
+        gradients, (_, result) = found
+        parts: Any = (result, specs) if has_aux else ((result, None), (None, None))
         (value, aux), (_, specs) = parts
         if not more:
-            return gradients, value, aux, list(leaves)
-        (new, aux), (specs, _) = (aux, specs) if with_aux else ((aux, None), (specs, None))
+            return gradients, (value, aux, specs), list(leaves)
+        (new, aux), (of_new, specs) = (aux, specs) if with_aux else ((aux, None), (specs, None))
         pairs = zip(self.requests, leaves, strict=True)
-        after = [each.returned(new, specs, held) if each.passed else held for each, held in pairs]
-        return gradients, value, aux, after
+        after = [each.returned(new, of_new, held) if each.passed else held for each, held in pairs]
+        return gradients, (value, aux, specs), after
 
     def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, torch.Tensor | None]:
         """Return the gradients of the update, summed over ranks and clipped, and their norm."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import optree
 import torch
 
-from sharding_specs import SpecError, broadcast_specs, tree_paths
+from sharding_specs import SpecError, tree_paths
 
-from ..collectives import bind
-from ..functions import LocalFunction, PyTree, SpecTree, as_local_function, relayout_leaf
+from ..functions import LocalFunction, PyTree, Resolved, SpecTree, as_local_function, relayout_leaf
 from ..ir import leaf_signature, with_short_tracebacks
 from ..lowering import Lowered, lower
 from ..passes import Options
-from ..pipelines import PipelineProgram, pipeline_of, stacks_of
+from ..pipelines import PipelineProgram, pipeline_of
 from ..program import Explanation, PassTable, Program
 from ..runtime import copy_if_aliased, moved_to, refuse_asynchronous, storages
 from ..tracing import ProgramCache, disable_ambient_modes
@@ -34,7 +32,7 @@ class StateFunction:
         batch = train.options.batch if batch is None else batch
         if batch not in ("global", "own"):
             raise ValueError(f"train_step.compile(batch={batch!r}): it is 'global' or 'own', by default the step's")
-        self.train, self.f, self.ema = train, f if isinstance(f, LocalFunction) else as_local_function(f), ema
+        self.train, self.f, self.ema = train, as_local_function(f), ema
         self.f.layout.mesh(train.mesh)
         refuse_asynchronous(self.f, train.mesh)
         _require_alike_pipelines(self.f, train.f)
@@ -57,8 +55,7 @@ class StateFunction:
         with disable_ambient_modes():
             results = runtime.run(lowered.program, [*handles, *extra], shown, state.whose)
         whole = [copy_if_aliased(runtime.whole(x, spec), held) for x, spec in zip(results, specs, strict=True)]
-        result, stacks = lowered.unflatten(whole), stacks_of(self.f.layout)
-        return result if stacks is None else stacks.restack_all(result)
+        return lowered.result(whole)
 
     @with_short_tracebacks
     def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Program | PipelineProgram:
@@ -72,7 +69,7 @@ class StateFunction:
         return self.program.explain(group=group, casts=casts)
 
     def __repr__(self) -> str:
-        return f"compile({self.f!r}, {self.train.mesh!r})"
+        return f"compile({self.f}, {self.train.mesh!r})"
 
     # --- the program ---
 
@@ -90,48 +87,36 @@ class StateFunction:
         return (self.train.average(self.train.split(state)[0]) if self.ema else params, *more)
 
     def _trace(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        held = self.train.shapes(form, state)
-        params, places = self._own_layers(held[0]), form.places
-        batch = self.batches.global_shapes(params, batch)
-        kept, specs = form.params.unflatten(form.specs[: form.params.num_leaves]), self._taken(form, form.specs)[0]
-        compute = self._compute_specs(params, kept)
+        held, places = self.train.shapes(form, state), form.places
+        params, *more = self._taken(form, optree.tree_leaves(held))
+        resolved = self.f.resolve((places.as_given(held[0]), *more, *batch), self.train.mesh)
+        compute = self._compute_specs(resolved, held[0], form)
+        specs = resolved.arguments[1 + len(more) :]
+        args = (params, *more, *self.batches.whole(batch, specs))
+        kept, *_ = self._taken(form, list(form.specs))
+        layouts = resolved.around(args, (kept, *resolved.arguments[1:]))
 
-        def call(taken: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
+        def call(resolved: Resolved, taken: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
             if self.ema:  # lies like the state of the update
                 taken = places.packing.unpack(optree.tree_map(relayout_leaf, taken, places.update, places.whole))
             reduced = optree.tree_map(relayout_leaf, taken, kept, compute)
-            return self.f.run(optree.tree_map(as_trained, reduced, places.params), *batch), self.f.results
+            return self.f.run(resolved.inside, optree.tree_map(as_trained, reduced, places.params), *batch)
 
-        def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return (specs, *self.f.layout.arguments((params, *args[1:]) if self.ema else args)[1:])
-
-        taken = self._taken(form, optree.tree_leaves(held))
-        local = LocalFunction(call, replace(self.f.layout, arguments=arguments), self.f.name)
         given = self.train.options
         backend = "inductor" if given.backend.startswith("inductor") else "eager"  # a graph would copy the parameters
         options = Options(bucket=given.bucket, without=given.without, backend=backend)
-        return lower(local, self.train.mesh, (*taken, *batch), name=self.f.name, options=options)
+        return lower(self.f.then(call), self.train.mesh, args, layouts, name=self.f.name, options=options)
 
-    def _own_layers(self, params: PyTree) -> PyTree:
-        """Return the parameters, after a check that the function's plan has the same stacks of layers as the step's."""
-        mine, theirs = stacks_of(self.f.layout), self.train.stacks
-        if mine is theirs:
-            return params
-        stacked = params if theirs is None else theirs.restack(params)
-        trees = [optree.tree_structure(each) for each in (params, stacked if mine is None else mine.unstack(stacked))]
+    def _compute_specs(self, resolved: Resolved, params: PyTree, form: StateLayout) -> SpecTree:
+        """Return the function's compute layout of the parameters, after a check that it matches the state's."""
+        trees = [optree.tree_structure(each) for each in (params, resolved.args[0])]
         if trees[0] != trees[1]:
             held, taken = map(structure_as_text, trees)
             raise ValueError(
-                f"train_step.compile: parameters lie as {held} in the state, as {taken} for {self.f!r}: of a pipeline "
+                f"train_step.compile: parameters lie as {held} in the state, as {taken} for {self.f}: of a pipeline "
                 "take the step's own plan, or one with the same stacks of layers"
             )
-        return params
-
-    def _compute_specs(self, params: PyTree, kept: SpecTree) -> SpecTree:
-        """Return the function's compute layout of the parameters, after a check that it matches the state's."""
-        with bind(self.f.layout.mesh(self.train.mesh).shape, None):
-            compute = broadcast_specs(self.f.layout.arguments((params,))[0], params)
-        found = zip(tree_paths(params), *map(optree.tree_leaves, (params, kept, compute)), strict=True)
+        found = zip(tree_paths(params), optree.tree_leaves(params), form.specs, resolved.specs, strict=False)
         wrong = [
             f"{path or 'the parameters'}: {lies!r} in the state, {at_rest(taken)!r} for {self.f.name}"
             for path, leaf, lies, taken in found
@@ -139,11 +124,11 @@ class StateFunction:
         ]
         if wrong:
             raise SpecError(
-                f"{self.f!r} takes parameters that lie otherwise than the state's do:\n  "
+                f"{self.f} takes parameters that lie otherwise than the state's do:\n  "
                 + "\n  ".join(listed(wrong))
                 + f"\nGive what the step's plan makes of the function, as train.compile(plan({self.f.name}))"
             )
-        return compute
+        return resolved.arguments[0]
 
 
 def _require_alike_pipelines(f: LocalFunction, loss: LocalFunction) -> None:
@@ -152,6 +137,6 @@ def _require_alike_pipelines(f: LocalFunction, loss: LocalFunction) -> None:
     if axes[0] != axes[1]:
         of_loss, of_f = ("no pipeline" if axis is None else f"a pipeline over {axis!r}" for axis in axes)
         raise ValueError(
-            f"train_step.compile: the step's plan has {of_loss}, that of {f!r} has {of_f}: give what the step's plan "
+            f"train_step.compile: the step's plan has {of_loss}, that of {f} has {of_f}: give what the step's plan "
             f"makes of the function, as train.compile(plan({f.name}))"
         )

@@ -75,10 +75,10 @@ def require_arguments(loss: Callable[..., Any], optimizer: Optimizer, mesh: Mesh
 
 def with_buffers(f: Callable[..., Any], buffers: dict[str, PyTree], mesh: Mesh) -> LocalFunction:
     """Return a loss that takes buffers after the parameters, with the request to keep them in the state."""
-    local = f if isinstance(f, LocalFunction) else as_local_function(f)
+    local = as_local_function(f)
     if local.layout.last(Replicas) is not None or is_asynchronous(local.layout, mesh):
         raise ValueError(
-            f"train_step(buffers=…): {local!r} has replicas or an asynchronous pipeline, and ranks would have other "
+            f"train_step(buffers=…): {local} has replicas or an asynchronous pipeline, and ranks would have other "
             "buffers; use fp.data_parallel, or a synchronous schedule"
         )
     return local.requesting(Buffers(buffers))

@@ -17,7 +17,7 @@ from sharding_specs import Mesh, P, broadcast_specs
 
 from .. import random
 from ..collectives import axis_index, axis_size, pmean, pmin, psum, pvary
-from ..functions import Layout, LocalFunction, PyTree, SpecTree, relayout_leaf
+from ..functions import Layout, LocalFunction, PyTree, Resolved, SpecTree, relayout_leaf
 from ..ir import is_trained, scalar_beside
 from ..optim import like_params
 from ..pipelines import pipeline_of
@@ -131,10 +131,11 @@ def on_replicas(
     axis, step = request.axis, replica(optree.tree_map(_spec_of_row, specs[1].optimizer))
     requests = state_requests(layout)
 
-    def call(held: tuple[PyTree, ReplicaState], batch: tuple[PyTree, ...], key: Any) -> Any:
+    def call(resolved: Resolved, held: tuple[PyTree, ReplicaState], batch: tuple[PyTree, ...], key: Any) -> Any:
         params, replicas = held
         own = optree.tree_map(_row, (replicas.params, replicas.optimizer))
-        (new, optimizer), metrics = step.run(own, batch, None if key is None else random.fold_in(key, axis_index(axis)))
+        own_key = None if key is None else random.fold_in(key, axis_index(axis))
+        ((new, optimizer), metrics), _ = step.run(resolved.inside, own, batch, own_key)
         value, made = metrics.loss.double(), 1
         if metrics.skipped is not None:
             value, made = torch.where(metrics.skipped, 0, value), ~metrics.skipped
@@ -150,11 +151,7 @@ def on_replicas(
         after = (done.params, ReplicaState(replica, optimizer, done.outer, loss, steps, done.masters)), shown
         return after, (specs, optree.tree_map(lambda _: P(owner=owners_of(layout)), shown))
 
-    def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        (params, _), batch, _ = args
-        return (specs, tuple(layout.arguments((params, *batch))[1:]), P())
-
-    return LocalFunction(call, replace(layout, arguments=arguments), "train_step")
+    return LocalFunction(call, layout, "train_step")
 
 
 def _mean_loss(metrics: Metrics, loss: torch.Tensor, steps: torch.Tensor, axis: str) -> Metrics:

@@ -128,8 +128,9 @@ def saved_leaves(manager: StateManager, form: StateLayout, where: Callable[[int]
     tensors = [markers.layout(kind, key, leaf, where) for kind, key, leaf in found if isinstance(leaf, torch.Tensor)]
     numbers = {f"{kind}/{key}": leaf.index for kind, key, leaf in found if isinstance(leaf, _Constant)}
     stored, _ = form.trees(leaves)
-    if manager.stacks is not None:
-        stored = manager.stacks.restack(stored, markers.join)
+    stacks = form.places.stacks
+    if stacks is not None:
+        stored = stacks.restack(stored, markers.join)
     covered = {index for leaf in tensors for piece in leaf.pieces for index in piece.held}
     rounded = [
         markers.layout("params", key, leaf, where)
@@ -138,7 +139,7 @@ def saved_leaves(manager: StateManager, form: StateLayout, where: Callable[[int]
     ]
     trees = {"params/": params, "optimizer/": state, **{f"optimizer/~{name}/": each for name, each in added.items()}}
     owners = {f"{start}{key}": owner for start, each in trees.items() for key, owner in _owners(each, params)}
-    return SavedLeaves(tuple(tensors), tuple(rounded), numbers, params, owners, _frozen(manager, form, params))
+    return SavedLeaves(tuple(tensors), tuple(rounded), numbers, params, owners, _frozen(form, params))
 
 
 def _owners(tree: PyTree, params: PyTree) -> Iterator[tuple[str, str]]:
@@ -159,13 +160,13 @@ def _owners(tree: PyTree, params: PyTree) -> Iterator[tuple[str, str]]:
     return zip(tree_keys(tree), optree.tree_leaves(optree.tree_map(owner, tree, is_leaf=is_like)), strict=True)
 
 
-def _frozen(manager: StateManager, form: StateLayout, params: PyTree) -> dict[str, tuple[int, ...]]:
+def _frozen(form: StateLayout, params: PyTree) -> dict[str, tuple[int, ...]]:
     looks = form.looks[: form.params.num_leaves]
     trained = [isinstance(x, TensorSignature) and (x.dtype.is_floating_point or x.dtype.is_complex) for x in looks]
     fixed = [not moves or flag for moves, flag in zip(trained, form.places.frozen, strict=True)]
     tree = form.params.unflatten(fixed)
-    if manager.stacks is not None:
-        tree = manager.stacks.restack(tree, all)
+    if form.places.stacks is not None:
+        tree = form.places.stacks.restack(tree, all)
     rows = zip(_named(params), optree.tree_leaves(tree), strict=True)
     return {key: tuple(leaf.shape) for (key, leaf), flag in rows if flag and isinstance(leaf, torch.Tensor)}
 

@@ -15,7 +15,7 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths, validate
 
 from .. import _torch
 from ..data import check_same_call
-from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
+from ..functions import PyTree, SpecTree, as_local_function
 from ..ir import (
     TensorSignature,
     current_source,
@@ -25,7 +25,7 @@ from ..ir import (
     without_memory,
 )
 from ..optim import EMAState, Optimizer, tree_map_params
-from ..pipelines import PipelineProgram, stacks_of
+from ..pipelines import PipelineProgram
 from ..requests import (
     ReplicaState,
     StateRequest,
@@ -56,13 +56,12 @@ class StateManager(ABC):
     """Creates states from parameters or from a checkpoint, and reads them. The plan has transformed the loss `f`."""
 
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
-        self.f = f if isinstance(f, LocalFunction) else as_local_function(f)
+        self.f = as_local_function(f)
         self.optimizer, self.mesh, self.options = optimizer, mesh, options
         self.f.layout.mesh(mesh)  # raises if an axis of the plan is missing
         self.requests = state_requests(self.f.layout)
         self.passed = loss_arguments(self.requests, [None] * len(self.requests))
         self.batches = BatchInputs(self.f, mesh, options.batch == "own", self.passed)
-        self.stacks = stacks_of(self.f.layout)
         self.replicas = replicas_of(self.f.layout, options.has_aux)
         self._forms: dict[Any, StateLayout] = {}
         self._known: set[StateLayout] = set()
@@ -156,7 +155,7 @@ class StateManager(ABC):
         """Create a state from full parameters and a full optimizer state."""
         register_dataclasses(params, optimizer_state)
         require_parameters(params, "train_step.load")
-        stacks, expected = self.stacks, expected_state(self.optimizer.init, self._trained_stacks(params))
+        expected = expected_state(self.optimizer.init, self._trained(params))
         if self.replicas is not None and isinstance(optimizer_state, ReplicaState):
             hollows = optree.tree_map(without_memory, self._trained(params))
             packed = self._with_requests(expected, hollows, self.requests)
@@ -170,21 +169,16 @@ class StateManager(ABC):
         loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done, device="cpu")}
         runtime = self.runtime()
         check_same(runtime, "train_step.load", loaded)
-        if stacks is not None:
-            params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
         with disable_ambient_modes():
             require_values(params, optimizer_state)
-            form, leaves = self.place(params, optimizer_state)
+            form, leaves = self.place(params, optimizer_state, fresh=False)
             held = self._held(form, enumerate(leaves), given)
         return TrainState(done, held, form, f", of the state that call {runtime.calls} made")
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Return parameters and first optimizer state as the step holds them; in a pipeline, layers of stacks apart."""
+        """Return the parameters, and the first state of the optimizer, full."""
         register_dataclasses(params)
-        trained = self._trained_stacks(params)
-        if self.stacks is None:
-            return params, self.optimizer.init(trained)
-        return self.stacks.unstack(params), self.stacks.first_state(self.optimizer.init, trained)
+        return params, self.optimizer.init(self._trained(params))
 
     def _held(
         self, form: StateLayout, made: Made, given: set[int], see: Callable[[int, Any], None] = lambda *_: None
@@ -208,12 +202,15 @@ class StateManager(ABC):
         numbers = list(accumulate(are_tensors))  # 1-based indices of the tensors
         return lambda index, leaf: runtime.shard_for(program, numbers[index] - 1, leaf, form.specs[index])
 
-    def place(self, params: PyTree, optimizer_state: PyTree) -> tuple[StateLayout, list[Any]]:
-        """Return the layout of a state, and the leaves of parameters and packed state as full tensors."""
+    def place(self, params: PyTree, optimizer_state: PyTree, *, fresh: bool = True) -> tuple[StateLayout, list[Any]]:
+        """Return the layout of a state, and the leaves of parameters and packed state as full tensors.
+
+        The memory of a `fresh` optimizer state is not the caller's.
+        """
         with _torch.disable_modes():  # `defer_init` may be recording; its mode needs data that traces lack
             places = self.places(params)
+        params, packed, state_specs = self.placed(places, params, optimizer_state, fresh)
         validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
-        params, packed, state_specs = self.placed(places, params, optimizer_state)
         specs = optree.tree_leaves((places.kept, state_specs))
         found = state_layout(self, places, params, packed, tuple(specs))
         if found.key not in self._forms and self.replicas is None:
@@ -223,15 +220,18 @@ class StateManager(ABC):
         return form, optree.tree_leaves((params, packed))
 
     def places(self, params: PyTree) -> StepLayout:
-        """Compute the layouts of a step with these parameters."""
+        """Resolve the layouts of a step with these parameters of the user."""
         trained, is_clipped = self._trained(params), self.options.clip is not None
-        return find_step_layout(self.f.layout, self.mesh, trained, self.optimizer, is_clipped)
+        return find_step_layout(self.f, self.mesh, trained, self.optimizer, is_clipped)
 
-    def placed(self, places: StepLayout, params: PyTree, optimizer_state: PyTree) -> tuple[PyTree, PyTree, SpecTree]:
-        """Return stored parameters, packed state with the leaves of requests, and its specs, from full trees."""
+    def placed(
+        self, places: StepLayout, params: PyTree, optimizer_state: PyTree, fresh: bool
+    ) -> tuple[PyTree, PyTree, SpecTree]:
+        """Return stored parameters, packed state with the leaves of requests, and its specs, from the user's trees."""
         trained = self._trained(params)
-        packed = places.packed_state(self._with_requests(one_replica(optimizer_state), trained, self.requests))
-        stored = self._stored(trained)
+        whole = self._with_requests(one_replica(optimizer_state), trained, self.requests)
+        stored = places.by_layer(self._stored(trained), trained, fresh=False)
+        packed = places.packed_state(places.by_layer(whole, trained, fresh))
         specs = places.state(packed, self.optimizer, self.requests)
         if self.replicas is None:
             return stored, packed, specs
@@ -243,7 +243,7 @@ class StateManager(ABC):
         return stored, replicas, replica_specs(self.replicas, places, stored, replicas, specs)
 
     def _trained(self, params: PyTree) -> PyTree:
-        """Return the parameters that the optimizer updates, from the user's; in a pipeline separate layers."""
+        """Return the parameters that the optimizer updates, from the user's."""
         for each in self.requests:
             params = each.trained(params)
         return params
@@ -257,12 +257,6 @@ class StateManager(ABC):
         for each in self.requests:
             params = each.stored(params)
         return params
-
-    def _trained_stacks(self, params: PyTree) -> PyTree:
-        """Return the parameters that the optimizer updates, with stacks of layers as the user gives them."""
-        if self.stacks is None or not self.requests:
-            return self._trained(params)
-        return self.stacks.restack(self._trained(self.stacks.unstack(params)))
 
     def _with_requests(self, state: PyTree, params: PyTree, requests: Sequence[StateRequest]) -> PyTree:
         """Return a state with the leaves of these requests, and of no others; `params` are those of `_trained`."""
@@ -362,7 +356,7 @@ class StateManager(ABC):
             if each.saved and each.tree is not None
         }
         found = params, state, saved
-        return found if self.stacks is None else self.stacks.restack_all(found, join)
+        return found if places.stacks is None else places.stacks.restack_all(found, join)
 
     def check(self, state: TrainState) -> None:
         """Check that gradients have not overflowed at the lowest loss scale. A loop may call it every few steps.

@@ -10,7 +10,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh
+from sharding_specs import Mesh, P
 
 from .. import random
 from ..checkpoint import tree_to_json
@@ -21,7 +21,7 @@ from ..optim import Optimizer, counted_on_host, rates
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
-from ..requests import flat_update
+from ..requests import flat_update, loss_arguments
 from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_device
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
@@ -58,7 +58,7 @@ def train_step(
     """Build a training step with gradient, clipping and optimizer, sharded by the plan.
 
     >>> import torch, functional_parallel as fp
-    >>> from sharding_specs import Mesh
+    >>> from sharding_specs import Mesh, P
     >>> def loss(w, x):
     ...     return ((x @ w - 1) ** 2).mean()
     >>> train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"))
@@ -129,7 +129,7 @@ class TrainStep(KeptStates):
             for each in fields(self.options)
             if getattr(self.options, each.name) != getattr(_DEFAULTS, each.name)
         ]
-        return f"train_step({', '.join((repr(self.f), repr(self.optimizer), repr(self.mesh), *chosen))})"
+        return f"train_step({', '.join((str(self.f), repr(self.optimizer), repr(self.mesh), *chosen))})"
 
     # --- stepping ---
 
@@ -186,7 +186,7 @@ class TrainStep(KeptStates):
         """Run a step op by op and find the op that computes non-finite values from finite ones.
 
         >>> import torch, functional_parallel as fp
-        >>> from sharding_specs import Mesh
+        >>> from sharding_specs import Mesh, P
         >>> def loss(w, x):
         ...     return (x * w).sqrt().mean()
         >>> plan = fp.data_parallel("data")
@@ -237,7 +237,7 @@ class TrainStep(KeptStates):
         """Compile another function of the parameters, to be called on a state. The layout of the parameters stays.
 
         >>> import torch, functional_parallel as fp
-        >>> from sharding_specs import Mesh
+        >>> from sharding_specs import Mesh, P
         >>> plan = fp.zero(3, "data")
         >>> train = fp.train_step(lambda w, x: ((x @ w - 1) ** 2).mean(), fp.optim.sgd(0.1), Mesh(data=2), plan)
         >>> predict = train.compile(plan(lambda w, x: x @ w))
@@ -304,15 +304,17 @@ class TrainStep(KeptStates):
         self, form: StateLayout, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], exchanges: bool
     ) -> Lowered:
         self.batch_signature = tree_to_json(batch, _signature)
-        params, _ = held
-        _, state_specs = form.trees(list(form.specs))
-        batch = self.batches.global_shapes(params, batch)
-        batch = of_one_update(self.f.layout, self.mesh, params, batch)
+        (params, state), (_, state_specs) = held, form.trees(list(form.specs))
+        more = loss_arguments(self.requests, self.split(state)[1])
+        resolved = self.f.resolve((form.places.as_given(params), *more, *batch), self.mesh)
+        specs = resolved.arguments[1 + len(more) :]
+        batch = of_one_update(self.f.layout, self.mesh, self.batches.whole(batch, specs), specs)
         key = scalar_beside(params, 0, torch.int64) if self.options.seed is not None else None
         args = (held, batch, key)
+        layouts = resolved.around(args, (form.specs, specs, P() if key is not None else None))
         has_norm = not is_asynchronous(self.f.layout, self.mesh)
         local, paths = self._local(form, state_specs, has_norm, exchanges), ArgumentPaths(parameters="0/0", state="0")
-        return lower(local, self.mesh, args, name="train_step", options=self.options, paths=paths)
+        return lower(local, self.mesh, args, layouts, name="train_step", options=self.options, paths=paths)
 
     def _local(self, form: StateLayout, state_specs: SpecTree, has_norm: bool, exchanges: bool) -> LocalFunction:
         """Return the step on a rank's shards."""

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar
 
 import optree
 
-from sharding_specs import P, SpecError, as_spec, broadcast_specs
+from sharding_specs import P, SpecError, as_spec
 
-from ..collectives import MICROBATCH, snapshot
-from ..functions import (
-    Layout,
-    LocalFunction,
-    PyTree,
-    SpecTree,
-    as_local_function,
-    explain_keywords,
-)
+from ..collectives import MICROBATCH
+from ..functions import Layout, LocalFunction, PyTree, Resolved, SpecTree, explain_keywords
 from ..partition import Partitioning
 from ..passes import ReducePerMicrobatch
+from ..quantities import is_positive_int
 from ..requests import DataAxis, Microbatches, Order, RunPass
-from .argument_specs import batch_arg_specs
+from .argument_specs import batch_arg_specs, batch_lies
 from .transform import Transform
 
 
 @explain_keywords
-def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once") -> Transform:
+@dataclass(frozen=True)
+class accumulate(Transform):
     """Compute a batch in sequential microbatches and sum their gradients. The result is the same with less memory.
 
     The microbatches form a virtual mesh axis, and the function is partitioned over it like over any other axis. A loss
@@ -54,20 +49,28 @@ def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once
         ValueError: if `microbatches` is not a positive integer or `reduce` is unknown. When called, if there are more
             microbatches than samples.
     """
-    if reduce not in ("once", "each"):
-        raise ValueError(f"accumulate(reduce={reduce!r}): it is 'once' or 'each'")
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"accumulate({microbatches!r}): give the number of microbatches, 1 or more")
 
-    def apply(f: Callable[..., Any]) -> LocalFunction:
-        local = microbatched(f, batch, f"accumulate({microbatches})")
-        local = local.requesting(Microbatches(MICROBATCH, microbatches))
-        return local.requesting(RunPass(ReducePerMicrobatch(MICROBATCH))) if reduce == "each" else local
+    microbatches: int
+    _: KW_ONLY
+    batch: SpecTree = None
+    reduce: str = "once"
+    axis: ClassVar[str] = MICROBATCH
+    order: ClassVar[Order] = Order.ACCUMULATE
+    shown: ClassVar[tuple[str, ...]] = ("microbatches",)
 
-    return Transform(f"accumulate({microbatches})", MICROBATCH, Order.ACCUMULATE, apply)
+    def __post_init__(self) -> None:
+        if self.reduce not in ("once", "each"):
+            raise ValueError(f"accumulate(reduce={self.reduce!r}): it is 'once' or 'each'")
+        if not is_positive_int(self.microbatches):
+            raise ValueError(f"{self.name}: give the number of microbatches, 1 or more")
+
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        local = microbatched(f, self.batch, self.name)
+        local = local.requesting(Microbatches(MICROBATCH, self.microbatches))
+        return local.requesting(RunPass(ReducePerMicrobatch(MICROBATCH))) if self.reduce == "each" else local
 
 
-def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> LocalFunction:
+def microbatched(f: LocalFunction, batch: SpecTree, describe: str) -> LocalFunction:
     """Partition `f` over microbatches. The result computes one microbatch and completes its sums over all microbatches.
 
     `fp.compile` and `fp.train_step` bind the microbatch axis. If nothing binds it, the result computes the full batch
@@ -75,11 +78,10 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
     derivative of `f` itself. Specs in `batch` are over the axis "microbatch". By default they cut the dims that data
     axes split, or without data axes dim 0.
     """
-    inner = f if isinstance(f, LocalFunction) else as_local_function(f)
 
-    def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        cut = _as_data_axes_cut(inner.layout, args) if batch is None else None
-        found = batch_arg_specs(args, batch, P(MICROBATCH)) if cut is None else cut
+    def in_specs(inner: Resolved) -> tuple[SpecTree, ...]:
+        cut = _as_data_axes_cut(f.layout, inner) if batch is None else None
+        found = batch_arg_specs(inner.args, batch, P(MICROBATCH)) if cut is None else cut
         if batch is not None and found and not names_microbatches(found):
             raise SpecError(
                 f"{describe}, batch={batch!r}: no argument is cut into microbatches. These specs are over the axis "
@@ -88,14 +90,20 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
             )
         return (P(), *found)
 
-    local = Partitioning(describe, MICROBATCH, in_specs).apply(f)
+    lies = ("", batch_lies(batch, MICROBATCH, "the dims that data axes split, or dim 0,"))
+    how = Partitioning(describe, MICROBATCH, in_specs, lies=lies)
+    local = how.apply(f)
 
-    def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
-        if MICROBATCH in snapshot():
-            return local.run(*args), local.results
-        return inner(*args), inner.results  # checked, unlike the layout with microbatches
+    def resolve(inner: Resolved) -> Resolved:
+        bound = MICROBATCH in inner.mesh.axis_names
+        return how.resolve(inner, f.layout.axes) if bound else inner.outside(describe, inner.specs, inner.own)
 
-    return LocalFunction(call, local.layout, local.name)
+    def call(resolved: Resolved, *args: PyTree) -> tuple[PyTree, SpecTree]:
+        bound = MICROBATCH in resolved.mesh.axis_names
+        return local.run(resolved, *args) if bound else f.run(resolved.inside, *args)
+
+    layout = replace(local.layout, resolvers=(*f.layout.resolvers, resolve))
+    return LocalFunction(call, layout, local.name)
 
 
 def names_microbatches(specs: SpecTree) -> bool:
@@ -103,7 +111,7 @@ def names_microbatches(specs: SpecTree) -> bool:
     return any(MICROBATCH in as_spec(each).named_axes for each in optree.tree_leaves(specs))
 
 
-def _as_data_axes_cut(layout: Layout, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...] | None:
+def _as_data_axes_cut(layout: Layout, inner: Resolved) -> tuple[SpecTree, ...] | None:
     """Return specs that cut the dims of the batch that data axes split; None if they split nothing.
 
     An argument that they replicate, such as a teacher's weights, is not part of the batch.
@@ -114,6 +122,5 @@ def _as_data_axes_cut(layout: Layout, args: tuple[PyTree, ...]) -> tuple[SpecTre
         dim = next((dim for dim, axes in enumerate(spec.dim_axes()) if data.intersection(axes)), None)
         return P() if dim is None else P(*[None] * dim, MICROBATCH)
 
-    full = zip(layout.arguments(args)[1:], args[1:], strict=False)
-    specs = tuple(optree.tree_map(cut, broadcast_specs(spec, arg)) for spec, arg in full)
+    specs: tuple[SpecTree, ...] = optree.tree_map(cut, inner.arguments[1:])
     return specs if any(spec.axes for spec in optree.tree_leaves(specs)) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import optree
@@ -12,38 +12,31 @@ from sharding_specs import P, RuleMatch, SpecError, as_spec, broadcast_specs, ma
 from sharding_specs.rules import nearest
 
 from ..functions import BufferTree, PyTree, SpecTree, refuse_idle_states, refuse_unknown_axes
-from ..ir import current_source, warn_at
+from ..ir import Source, warn_at
+from .as_code import as_code
 
 Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
 _MOSTLY, _FEW = 0.5, 1 << 20  # share and bytes of replicated parameters that rules may leave without a warning
 
 
-def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], SpecTree]:
-    """Return a function from parameters to specs, by rules or a spec tree. It warns of unused rules for this axis."""
-    source = current_source()  # line of the call that creates the transform, which contains the rules
-    seen = set[optree.PyTreeSpec]()
-
-    def find(tree: PyTree) -> SpecTree:
-        match = matched(specs, tree, who)
-        if (structure := optree.tree_structure(tree)) not in seen:  # at first, the shapes are global
-            seen.add(structure)
-            if told := _mostly_whole(specs, tree, match, axis):
-                warn_at(source, f"{who}: {told}")
-        said = dict(specs.items() if isinstance(specs, Mapping) else specs) if match.unused else {}
-        for pattern in match.unused:
-            if axis in as_spec(said[pattern]).axes:
-                near = ", ".join(nearest(pattern, tree_paths(tree)))
-                warn_at(
-                    source,
-                    f"{who}: rule {pattern!r} finds no parameter, so it splits none; the nearest are {near}. If the "
-                    f"model need not have it, write sharding_specs.optional({pattern!r})",
-                )
-        require_dims(tree, match.specs, "the parameters")
-        refuse_idle_states((match.specs,), who, axis)
-        return match.specs
-
-    return find
+def parameter_specs(params: PyTree, specs: Rules, axis: str, who: str, source: Source | None) -> SpecTree:
+    """Return the specs of parameters, by rules or a spec tree. Warn at `source` of unused rules for this axis."""
+    match = matched(specs, params, who)
+    if told := _mostly_whole(specs, params, match, axis):
+        warn_at(source, f"{who}: {told}")
+    said = dict(specs.items() if isinstance(specs, Mapping) else specs) if match.unused else {}
+    for pattern in match.unused:
+        if axis in as_spec(said[pattern]).axes:
+            near = ", ".join(nearest(pattern, tree_paths(params)))
+            warn_at(
+                source,
+                f"{who}: rule {pattern!r} finds no parameter, so it splits none; the nearest are {near}. If the "
+                f"model need not have it, write sharding_specs.optional({pattern!r})",
+            )
+    require_dims(params, match.specs, "the parameters")
+    refuse_idle_states((match.specs,), who, axis)
+    return match.specs
 
 
 def _mostly_whole(specs: Rules, tree: PyTree, match: RuleMatch, axis: str) -> str:
@@ -84,7 +77,7 @@ def matched(specs: Rules, tree: PyTree, who: str) -> RuleMatch:
 
 
 def only_axis(specs: SpecTree, axis: str, who: str) -> SpecTree:
-    """Restrict specs of the parameters to one axis. The specs may name other axes of the mesh."""
+    """Restrict specs of the parameters to one axis. They may name other axes of the mesh."""
     refuse_unknown_axes((specs,), who)
     return optree.tree_map(lambda spec: spec.only({axis}), specs)
 
@@ -106,6 +99,12 @@ def batch_arg_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None
     if batch is not None:
         return [batch] * (len(args) - 1)
     return [optree.tree_map(lambda leaf: _with_batch(leaf, default), arg) for arg in args[1:]]
+
+
+def batch_lies(batch: SpecTree, axis: str, default: str = "dim 0") -> str:
+    """Describe how the arguments after the parameters lie along an axis."""
+    text = default if batch is None else as_code(batch)
+    return f"{text} over {axis!r}" if text else ""
 
 
 def _with_batch(leaf: PyTree, spec: P | None) -> P:

@@ -14,7 +14,7 @@ from .accumulate import names_microbatches
 from .argument_specs import Rules
 from .parallel import data_parallel, tensor_parallel, zero
 from .pipeline import pipeline
-from .transform import Plan, chain
+from .transform import Plan, Transform, chain
 
 
 def from_specs(
@@ -37,7 +37,8 @@ def from_specs(
 
     >>> from sharding_specs import Mesh, P
     >>> from_specs({"w1": P(None, "tensor"), "w2": P("tensor", "data")}, Mesh(data=2, tensor=2))
-    chain(tensor_parallel('tensor'), zero(3, 'data'))
+    fp.chain(fp.tensor_parallel('tensor', {'w1': P(None, 'tensor'), 'w2': P('tensor', 'data')}), \
+    fp.zero(3, 'data', {'w1': P(None, 'tensor'), 'w2': P('tensor', 'data')}))
 
     Args:
         specs: rules from path patterns to specs, or a tree of specs.
@@ -58,7 +59,7 @@ def from_specs(
     if missing:
         raise SpecError(f"the specs name axes that {mesh!r} does not have:\n" + "\n".join(missing))
     inner = (axis for axis in reversed(mesh.axis_names) if axis in named - {data, pipe})
-    chosen = [tensor_parallel(axis, specs, strict=strict) for axis in inner]
+    chosen: list[Transform] = [tensor_parallel(axis, specs, strict=strict) for axis in inner]
     if data in mesh.axis_names and data in named:
         chosen.append(zero(3, data, specs, batch=batch, strict=strict))
     elif data in mesh.axis_names:

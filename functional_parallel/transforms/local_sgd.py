@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 import optree
 
 from sharding_specs import P
 
-from ..functions import (
-    LocalFunction,
-    PyTree,
-    SpecTree,
-    as_local_function,
-    explain_keywords,
-    layout_of,
-    refuse_idle_states,
-    specs_per_leaf,
-)
+from ..functions import LocalFunction, Resolved, SpecTree, explain_keywords, refuse_idle_states, specs_per_leaf
 from ..optim import Optimizer, is_declared_elementwise, sgd
 from ..partition import Partitioning
 from ..quantities import is_positive_int
 from ..requests import Order, Replicas
-from .argument_specs import batch_arg_specs
+from .argument_specs import batch_arg_specs, batch_lies
 from .transform import Transform
 
 
 @explain_keywords
-def local_sgd(axis: str, *, inner: int, batch: SpecTree = None, strict: bool = False) -> Transform:
+@dataclass(frozen=True)
+class local_sgd(Transform):
     """Train a replica of the model on each rank of an axis, and average the replicas every few steps.
 
     Local SGD (Stich, arXiv 1805.09767). A step between two averages sends nothing over the axis. With `inner=1` the
@@ -66,16 +58,40 @@ def local_sgd(axis: str, *, inner: int, batch: SpecTree = None, strict: bool = F
     Raises:
         ValueError: if `inner` is not a positive integer.
     """
-    return _replicas(axis, inner, None, batch, strict, f"local_sgd({axis!r}, inner={inner})")
+
+    axis: str
+    _: KW_ONLY
+    inner: int
+    batch: SpecTree = None
+    strict: bool = False
+    order: ClassVar[Order] = Order.REPLICAS
+    shown: ClassVar[tuple[str, ...]] = ("axis", "inner")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_positive_int(self.inner):
+            raise ValueError(
+                f"{self.name}: inner is the number of steps from one exchange to the next, an integer above 0"
+            )
+
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        lies = (f"a replica for each rank of {self.axis!r}", batch_lies(self.batch, self.axis))
+        local = Partitioning(self.name, self.axis, self.in_specs, strict=self.strict, lies=lies).apply(f)
+        return local.requesting(Replicas(self.axis, int(self.inner), getattr(self, "outer", None), f))
+
+    def in_specs(self, inner: Resolved) -> tuple[SpecTree, ...]:
+        own = tuple(batch_arg_specs(inner.args, self.batch, P(self.axis)))
+        given = specs_per_leaf(own, inner.args[1:], f"specs of {self.name}", 1)
+        refuse_idle_states(given, self.name, self.axis)
+        return (P(), *optree.tree_map(partial(_outermost, self.axis), given, inner.arguments[1:]))
 
 
 _DILOCO = sgd(0.7, momentum=0.9, nesterov=True)  # §3.1 of the paper
 
 
 @explain_keywords
-def diloco(
-    axis: str, *, inner: int, outer: Optimizer = _DILOCO, batch: SpecTree = None, strict: bool = False
-) -> Transform:
+@dataclass(frozen=True)
+class diloco(local_sgd):
     """Train replicas like `local_sgd`, and give the difference that their steps made to an outer optimizer.
 
     DiLoCo (Douillard et al., arXiv 2311.08105). The outer gradient is the parameters of the last exchange minus the
@@ -103,32 +119,16 @@ def diloco(
     Raises:
         ValueError: if `inner` is not a positive integer, or `outer` is not elementwise.
     """
-    if not isinstance(outer, Optimizer) or not is_declared_elementwise(outer):
-        raise ValueError(
-            f"diloco({axis!r}, outer={outer!r}): the outer optimizer updates shards of the parameters, so it is an "
-            "elementwise one of fp.optim, such as fp.optim.sgd(0.7, momentum=0.9, nesterov=True)"
-        )
-    return _replicas(axis, inner, outer, batch, strict, f"diloco({axis!r}, inner={inner})")
 
+    outer: Optimizer = field(default=_DILOCO, kw_only=True)
 
-def _replicas(axis: str, inner: int, outer: Optimizer | None, batch: SpecTree, strict: bool, name: str) -> Transform:
-    if not is_positive_int(inner):
-        raise ValueError(f"{name}: inner is the number of steps from one exchange to the next, an integer above 0")
-
-    def apply(f: Callable[..., Any]) -> LocalFunction:
-        own = f if isinstance(f, LocalFunction) else as_local_function(f)
-
-        def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            given = batch_arg_specs(args, batch, P(axis))
-            refuse_idle_states(tuple(given), name, axis)
-            inner = layout_of(f).arguments(args)[1:]
-            whole = specs_per_leaf((*given, *inner), args[1:] * 2, f"specs of {name}", 1)
-            return (P(), *optree.tree_map(partial(_outermost, axis), whole[: len(given)], whole[len(given) :]))
-
-        local = Partitioning(name, axis, in_specs, strict=strict).apply(f)
-        return local.requesting(Replicas(axis, int(inner), outer, own))
-
-    return Transform(name, axis, Order.REPLICAS, apply)
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, Optimizer) or not is_declared_elementwise(self.outer):
+            raise ValueError(
+                f"diloco({self.axis!r}, outer={self.outer!r}): the outer optimizer updates shards of the parameters, "
+                "so it is an elementwise one of fp.optim, such as fp.optim.sgd(0.7, momentum=0.9, nesterov=True)"
+            )
+        super().__post_init__()
 
 
 def _outermost(axis: str, own: P, inner: P) -> P:

@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
 
 import optree
 import torch
 
-from sharding_specs import (
-    Mesh,
-    P,
-    broadcast_specs,
-    validate,
-)
+from sharding_specs import Mesh, P, validate
 
-from ..functions import (
-    STACK_DIM,
-    Layout,
-    LocalFunction,
-    PyTree,
-    SpecTree,
-    axis_mesh,
-    explain_keywords,
-    layout_of,
-)
+from ..functions import LocalFunction, Resolved, SpecTree, explain_keywords
 from ..partition import Partitioning
 from ..passes import GatherAgain, GatherPlacement, ReduceScatterFirst
 from ..quantities import is_positive_int
-from ..requests import (
-    DataAxis,
-    Master,
-    NormSharding,
-    Order,
-    RunPass,
-    UpdateSharding,
-    divided_specs,
-    flat_update,
-    owners_of,
-    requested_passes,
-    update_specs,
-)
+from ..requests import DataAxis, Master, Order, RunPass, UpdateSharding, owners_of, requested_passes
 from ..rules import Owned
-from ..tracing import recorder
-from .argument_specs import Rules, batch_arg_specs, only_axis, parameter_specs
+from .argument_specs import Rules, batch_arg_specs, batch_lies, only_axis, parameter_specs
+from .as_code import as_code
 from .transform import Transform
 
 
 @explain_keywords
-def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: bool = False) -> Transform:
+@dataclass(frozen=True)
+class tensor_parallel(Transform):
     """Shard a model's parameters over an axis. The layouts of activations follow.
 
     >>> import torch, functional_parallel as fp
@@ -74,21 +48,28 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
         parallelism, is gathered again for the backward, which saves its shards. The pass "gather again" does it, so
         `without="gather again"` saves the gathered values and leaves out these gathers.
     """
-    name = f"tensor_parallel({axis!r})"
-    find = parameter_specs(specs, axis, name)
 
-    def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        return (only_axis(find(args[0]), axis, name), *batch_arg_specs(args, batch))
+    axis: str
+    specs: Rules
+    _: KW_ONLY
+    batch: SpecTree = None
+    strict: bool = False
+    order: ClassVar[Order] = Order.TENSOR
+    shown: ClassVar[tuple[str, ...]] = ("axis",)
 
-    def apply(f: Callable[..., PyTree]) -> LocalFunction:
-        local = Partitioning(name, axis, in_specs, strict=strict).apply(f)
-        return local.requesting(RunPass(GatherAgain(axis)))
+    def in_specs(self, inner: Resolved) -> tuple[SpecTree, ...]:
+        found = parameter_specs(inner.args[0], self.specs, self.axis, self.name, self.source)
+        return (only_axis(found, self.axis, self.name), *batch_arg_specs(inner.args, self.batch))
 
-    return Transform(name, axis, Order.TENSOR, apply)
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        lies = (f"{as_code(self.specs)} over {self.axis!r}", batch_lies(self.batch, self.axis, ""))
+        local = Partitioning(self.name, self.axis, self.in_specs, strict=self.strict, lies=lies).apply(f)
+        return local.requesting(RunPass(GatherAgain(self.axis)))
 
 
 @explain_keywords
-def data_parallel(axis: str, *, master: int | None = None, batch: SpecTree = None, strict: bool = False) -> Transform:
+@dataclass(frozen=True)
+class data_parallel(Transform):
     """Split the batch over an axis and sum the gradients: `zero(0, axis)`. With a master, torch's `DataParallel`.
 
     The master alone has the batch, the parameters, the optimizer's state and its update. A step has five exchanges,
@@ -120,50 +101,50 @@ def data_parallel(axis: str, *, master: int | None = None, batch: SpecTree = Non
         ValueError: if `master` is not the index of a rank, or, with a master, if another transform shards the
             training state (ZeRO), has another master, or is a pipeline.
     """
-    if master is not None:
-        return _with_master(axis, master, batch, strict)
-    return _zero(0, axis, f"data_parallel({axis!r})", batch, strict)
 
+    axis: str
+    _: KW_ONLY
+    master: int | None = None
+    batch: SpecTree = None
+    strict: bool = False
+    order: ClassVar[Order] = Order.DATA
+    shown: ClassVar[tuple[str, ...]] = ("axis", "master")
 
-def _with_master(axis: str, master: int, batch: SpecTree, strict: bool) -> Transform:
-    name = f"data_parallel({axis!r}, master={master!r})"
-    if isinstance(master, bool) or not isinstance(master, int) or master < 0:
-        raise ValueError(f"{name}: the master is the index of a rank along {axis!r}, 0 or more")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.master is not None and self.master != 0 and not is_positive_int(self.master):
+            raise ValueError(f"{self.name}: the master is the index of a rank along {self.axis!r}, 0 or more")
 
-    def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        size = axis_mesh().axis_size(axis)
-        if master >= size:
-            raise ValueError(f"{name}: {axis!r} has {size} ranks, 0 … {size - 1}; take one of them as the master")
-        return (P(), *batch_arg_specs(args, batch, P(axis)))
-
-    def apply(f: Callable[..., PyTree]) -> LocalFunction:
-        inner = layout_of(f)
-        data = [each.axis for each in inner.all(DataAxis)] + [*owners_of(inner)]
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        if self.master is None:
+            return zero(0, self.axis, batch=self.batch, strict=self.strict).applied(f, self.name)
+        data = [each.axis for each in f.layout.all(DataAxis)] + [*owners_of(f.layout)]
         if data:
             raise ValueError(
-                f"{name} stands outside of {' → '.join(inner.describe)}, which splits the batch over {data[0]!r} "
-                "already and decides who holds the training state: a plan with a master has one data axis; make the "
-                "mesh's data axes one axis, or leave master= out"
+                f"{self.name} stands outside of {' → '.join(f.layout.describe)}, which splits the batch over "
+                f"{data[0]!r} already and decides who holds the training state: a plan with a master has one data "
+                "axis; make the mesh's data axes one axis, or leave master= out"
             )
-        local = Partitioning(name, axis, in_specs, strict=strict, owner=Owned(master)).apply(f)
-        return local.requesting(NormSharding(_ShardDimChooser(axis, name, _taken(inner))), Master(axis, master))
+        lies = (f"on rank {self.master} of {self.axis!r}", batch_lies(self.batch, self.axis))
+        owner = Owned(self.master)
+        how = Partitioning(self.name, self.axis, self.in_specs, strict=self.strict, owner=owner, lies=lies)
+        return how.apply(f).resolving(self._with_norm).requesting(Master(self.axis, self.master))
 
-    return Transform(name, axis, Order.DATA, apply)
+    def in_specs(self, inner: Resolved) -> tuple[SpecTree, ...]:
+        size = inner.mesh.axis_size(self.axis)
+        if self.master is not None and self.master >= size:
+            raise ValueError(
+                f"{self.name}: {self.axis!r} has {size} ranks, 0 … {size - 1}; take one of them as the master"
+            )
+        return (P(), *batch_arg_specs(inner.args, self.batch, P(self.axis)))
+
+    def _with_norm(self, resolved: Resolved) -> Resolved:
+        return replace(resolved, norm=tuple(_shards(resolved.inside, self.axis)))
 
 
 @explain_keywords
-def zero(
-    stage: int,
-    axis: str,
-    specs: Rules = None,
-    *,
-    layout: str = "dims",
-    batch: SpecTree = None,
-    whole_below: int = 0,
-    keep_gathered: bool = False,
-    prefetch: int = 1,
-    strict: bool = False,
-) -> Transform:
+@dataclass(frozen=True)
+class zero(Transform):
     """Split the batch over an axis and shard training state over it: ZeRO (arXiv 1910.02054).
 
     | stage | sharded at rest | gradients |
@@ -201,17 +182,89 @@ def zero(
         ValueError: if `stage` or `layout` is unknown, `whole_below` or `prefetch` is not an integer of at least 0, or
             the layout does not apply to this stage or these options.
     """
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise ValueError(f"zero(stage={stage!r}): the stages are 0 (data parallel), 1, 2 and 3")
-    for what, number in (("whole_below", whole_below), ("prefetch", prefetch)):
-        if number != 0 and not is_positive_int(number):
-            raise ValueError(f"zero({stage}, {axis!r}, {what}={number!r}): it is an integer of at least 0")
-    _check_layout(layout, stage, axis, specs, whole_below)
-    passes = (GatherPlacement(axis, keep_gathered, prefetch),) if stage == 3 else ()
-    flat = layout == "flat"
-    name = f"zero({stage}, {axis!r}{', layout=' + repr(layout) if flat else ''})"
-    given = None if specs is None else parameter_specs(specs, axis, name)
-    return _zero(stage, axis, name, batch, strict, given, whole_below, passes, flat)
+
+    stage: int
+    axis: str
+    specs: Rules = None
+    _: KW_ONLY
+    layout: str = "dims"
+    batch: SpecTree = None
+    whole_below: int = 0
+    keep_gathered: bool = False
+    prefetch: int = 1
+    strict: bool = False
+    order: ClassVar[Order] = Order.DATA
+    shown: ClassVar[tuple[str, ...]] = ("stage", "axis", "layout")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise ValueError(f"zero(stage={self.stage!r}): the stages are 0 (data parallel), 1, 2 and 3")
+        for what, number in (("whole_below", self.whole_below), ("prefetch", self.prefetch)):
+            if number != 0 and not is_positive_int(number):
+                raise ValueError(
+                    f"zero({self.stage}, {self.axis!r}, {what}={number!r}): it is an integer of at least 0"
+                )
+        _check_layout(self.layout, self.stage, self.axis, self.specs, self.whole_below)
+
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        return self.applied(f, self.name)
+
+    def applied(self, f: LocalFunction, name: str) -> LocalFunction:
+        """Transform a function, as a transform of this name."""
+        for held, rank in owners_of(f.layout).items():
+            raise ValueError(
+                f"{name} stands outside of {' → '.join(f.layout.describe)}: rank {rank} of {held!r} holds all training "
+                f"state there, so none of it is sharded or replicated over {self.axis!r}; leave master= out to use "
+                f"{name}"
+            )
+        gathered, lies = (0,) if self.stage == 3 else (), (self._lie(), batch_lies(self.batch, self.axis))
+        how = Partitioning(name, self.axis, self.in_specs, gathered=gathered, strict=self.strict, lies=lies)
+        local = how.apply(f).resolving(self._split).requesting(DataAxis(self.axis))
+        axes = tuple(each.axis for each in local.layout.all(DataAxis))
+        if len(axes) > 1:
+            local = local.requesting(RunPass(ReduceScatterFirst(axes)))
+        if self.stage in (1, 2):
+            return local.requesting(UpdateSharding(self.axis, self.layout == "flat", self.stage == 1))
+        if self.stage == 0:
+            return local
+        gathers = (each for each in requested_passes(f.layout) if isinstance(each, GatherPlacement))
+        kept = frozenset(each.axis for each in gathers if each.keep)
+        return local.requesting(RunPass(GatherPlacement(self.axis, self.keep_gathered, self.prefetch, kept)))
+
+    def in_specs(self, inner: Resolved) -> tuple[SpecTree, ...]:
+        if self.stage == 3:
+            parameters = optree.tree_structure(inner.args[0]).unflatten(self._shards(inner))
+        else:
+            parameters = P(reduced={self.axis}) if self.stage else P()
+        return (parameters, *batch_arg_specs(inner.args, self.batch, P(self.axis)))
+
+    def _split(self, resolved: Resolved) -> Resolved:
+        """Add how the update is split, and the gradients for their norm: as the innermost data axis shards them."""
+        if self.stage == 0:
+            return resolved if resolved.norm else replace(resolved, norm=tuple(_shards(resolved.inside, self.axis)))
+        found = replace(resolved, norm=(P(),) * len(resolved.update))
+        return found if self.stage == 3 or self.layout == "flat" else found.split_update(self._shards(resolved.inside))
+
+    def _shards(self, inner: Resolved) -> list[P]:
+        """Return the dim of each parameter that the axis shards."""
+        params, mesh = inner.args[0], inner.mesh
+        leaves, structure = optree.tree_flatten(params)
+        if self.specs is None:
+            chosen = _shards(inner, self.axis, self.whole_below)
+        else:
+            found = parameter_specs(params, self.specs, self.axis, self.name, self.source)
+            chosen = optree.tree_leaves(only_axis(found, self.axis, self.name))
+        places = [_padded(*each, mesh) for each in zip(leaves, inner.updated(), chosen, strict=True)]
+        validate(params, structure.unflatten(places), mesh)  # lists the paths with errors
+        pairs = zip(chosen, places, strict=True)
+        return [own.replace(padded={d: n for d, n in both.padded.items() if d in _dims(own)}) for own, both in pairs]
+
+    def _lie(self) -> str:
+        shards = f"{'a dim of each' if self.specs is None else as_code(self.specs)} over {self.axis!r}"
+        if self.layout == "flat":
+            return f"in the update one vector, sharded over {self.axis!r}"
+        return {0: f"replicated over {self.axis!r}", 3: f"at rest {shards}"}.get(self.stage, f"in the update {shards}")
 
 
 def _check_layout(layout: str, stage: int, axis: str, specs: Rules, whole_below: int) -> None:
@@ -234,124 +287,37 @@ def _check_layout(layout: str, stage: int, axis: str, specs: Rules, whole_below:
         )
 
 
-def _zero(
-    stage: int,
-    axis: str,
-    name: str,
-    batch: SpecTree,
-    strict: bool,
-    given: Callable[[PyTree], SpecTree] | None = None,
-    whole_below: int = 0,
-    passes: tuple[GatherPlacement, ...] = (),
-    flat: bool = False,
-) -> Transform:
-    def apply(f: Callable[..., PyTree]) -> LocalFunction:
-        inner = layout_of(f)
-        for held, rank in owners_of(inner).items():
-            raise ValueError(
-                f"{name} stands outside of {' → '.join(inner.describe)}: rank {rank} of {held!r} holds all training "
-                f"state there, so none of it is sharded or replicated over {axis!r}; leave master= out to use {name}"
-            )
-        at_rest = _ShardDimChooser(axis, name, _taken(inner), given, whole_below)
+def _shards(inner: Resolved, axis: str, whole_below: int = 0) -> list[P]:
+    """Choose a free dim of each parameter: the first that the axis divides, for contiguous shards, else the longest.
 
-        def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
-            return (parameters, *batch_arg_specs(args, batch, P(axis)))
-
-        gathered = (0,) if stage == 3 else ()
-        local = Partitioning(name, axis, in_specs, gathered=gathered, strict=strict).apply(f)
-        if stage or local.layout.last(NormSharding) is None:  # the innermost data axis decides the shards of a norm
-            local = local.requesting(NormSharding(at_rest if stage == 0 else _nothing))
-        local = local.requesting(DataAxis(axis))
-        axes = tuple(each.axis for each in local.layout.all(DataAxis))
-        if len(axes) > 1:
-            local = local.requesting(RunPass(ReduceScatterFirst(axes)))
-        if stage in (0, 3):
-            gathers = (each for each in requested_passes(inner) if isinstance(each, GatherPlacement))
-            kept = frozenset(each.axis for each in gathers if each.keep)
-            return local.requesting(*(RunPass(replace(each, kept=kept)) for each in passes))
-        return local.requesting(UpdateSharding(at_rest, axis, flat, whole_gradients=stage == 1))
-
-    return Transform(name, axis, Order.DATA, apply)
-
-
-def _nothing(args: tuple[PyTree, ...]) -> SpecTree:
-    return P()
-
-
-def _taken(layout: Layout) -> Callable[[tuple[PyTree, ...]], SpecTree]:
-    """Return the specs by which inner transforms shard the parameters and, for ZeRO-1 and 2, their update."""
-
-    def kept(args: tuple[PyTree, ...]) -> SpecTree:
-        return optree.tree_map(lambda spec: spec.without(spec.reduced), layout.arguments(args)[0])
-
-    further = None if flat_update(layout) else update_specs(layout)
-    return kept if further is None else divided_specs(kept, further)
-
-
-class _ShardDimChooser:
-    """Chooses the dim of each parameter that is sharded over an axis, once per parameter tree and mesh.
-
-    Given specs take precedence. The choice needs global shapes, so it is made before the function is traced. A
-    trace has the shapes of shards, which might equal the global shapes of another model. There the latest choice for
-    the tree is used.
+    The dim of the layers of a stack is not free: each layer is on the ranks of its stage.
     """
-
-    def __init__(
-        self,
-        axis: str,
-        name: str,
-        taken: Callable[[tuple[PyTree, ...]], SpecTree],
-        given: Callable[[PyTree], SpecTree] | None = None,
-        whole_below: int = 0,
-    ) -> None:
-        self.axis, self.name, self.taken, self.given, self.whole_below = axis, name, taken, given, whole_below
-        self.chosen: dict[Any, SpecTree] = {}
-        self.latest: dict[Any, SpecTree] = {}
-
-    def __call__(self, args: tuple[PyTree, ...]) -> SpecTree:
-        leaves, tree = optree.tree_flatten(args[0])
-        if tree in self.latest and recorder() is not None:
-            return self.latest[tree]
-        mesh = axis_mesh()
-        taken = optree.tree_leaves(broadcast_specs(self.taken(args), args[0]))  # inner ones choose and store, too
-        key = (tree, tuple(tuple(getattr(leaf, "shape", ())) for leaf in leaves), mesh)
-        if key not in self.chosen:
-            self.chosen[key] = tree.unflatten(self._choose(args[0], leaves, taken, mesh))
-        self.latest[tree] = self.chosen[key]
-        return self.chosen[key]
-
-    def _choose(self, params: PyTree, leaves: list[Any], taken: list[P], mesh: Mesh) -> list[P]:
-        if self.given is not None:
-            chosen = optree.tree_leaves(only_axis(self.given(params), self.axis, self.name))
-            chosen = [_fitted(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
-        else:
-            chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
-        places = [_together(a, b, mesh) for a, b in zip(taken, chosen, strict=True)]
-        specs = optree.tree_structure(params).unflatten(places)
-        validate(params, specs, mesh)  # lists the paths with errors
-        return chosen
-
-    def _dim_to_split(self, leaf: PyTree, taken: P, mesh: Mesh) -> P:
-        """Choose a free dim: the first that the axis divides, for contiguous shards, else the longest."""
-        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.whole_below:
-            return P()
-        used = {placement.dim for placement in taken.placements(mesh)} | {getattr(leaf, STACK_DIM, None)}
-        size = mesh.axis_size(self.axis)
-        free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim]]
-        if not free:
-            return P()
-        even = [dim for dim in free if leaf.shape[dim] % size == 0]
-        best = even[0] if even else max(free, key=lambda dim: leaf.shape[dim])
-        return P(*[None] * best, self.axis).fitted(leaf.shape, mesh)
+    leaves: list[Any] = optree.tree_leaves(inner.args[0])
+    lengths = inner.stacks.lengths if inner.stacks is not None else [0] * len(leaves)
+    used = [{placement.dim for placement in spec.placements(inner.mesh)} for spec in inner.updated()]
+    rows = zip(leaves, used, lengths, strict=True)
+    return [_shard(leaf, axis, inner.mesh, dims | {0} if n else dims, whole_below) for leaf, dims, n in rows]
 
 
-def _fitted(leaf: PyTree, spec: P, mesh: Mesh) -> P:
-    return spec.fitted(leaf.shape, mesh) if isinstance(leaf, torch.Tensor) and len(spec.dims) <= leaf.ndim else spec
+def _shard(leaf: Any, axis: str, mesh: Mesh, used: set[int], whole_below: int) -> P:
+    if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < whole_below:
+        return P()
+    free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim]]
+    if not free:
+        return P()
+    even = [dim for dim in free if leaf.shape[dim] % mesh.axis_size(axis) == 0]
+    best = even[0] if even else max(free, key=lambda dim: leaf.shape[dim])
+    return P(*[None] * best, axis).fitted(leaf.shape, mesh)
 
 
-def _together(inner: P, own: P, mesh: Mesh) -> P:
-    """Combine two specs. A dim that both shard must be divisible: padding of shards is not at the end of the dim."""
+def _padded(leaf: Any, inner: P, own: P, mesh: Mesh) -> P:
+    """Combine two specs. A dim of `own` is padded if the axes of both do not divide it, but those of `inner` do."""
     both = inner.divided(own, mesh)
-    shared = {placement.dim for placement in own.placements(mesh) if len(both.dim_axes()[placement.dim]) > 1}
-    return both.replace(padded={dim: size for dim, size in both.padded.items() if dim not in shared})
+    if not isinstance(leaf, torch.Tensor) or both.named > leaf.ndim:
+        return both
+    fits = inner.fitted(leaf.shape, mesh).padded.keys() <= inner.padded.keys()
+    return both.fitted(leaf.shape, mesh) if fits else both
+
+
+def _dims(spec: P) -> set[int]:
+    return {dim for dim, axes in enumerate(spec.dim_axes()) if axes}

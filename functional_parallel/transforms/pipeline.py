@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+from typing import ClassVar, TypeVar
+
+import optree
+import torch
+
+from sharding_specs import P, SpecError, tree_paths
 
 from ..collectives import MICROBATCH
 from ..errors import PipelineError
-from ..functions import LocalFunction, SpecTree, as_local_function, explain_keywords, layout_of
+from ..functions import LocalFunction, PyTree, SpecTree, StackedTree, explain_keywords
 from ..ir import source
-from ..pipelines import BALANCES, CutSpec, PipelineRequest, Stacks, unstacked
+from ..pipelines import BALANCES, CutSpec, PipelineRequest, unstacked
+from ..quantities import is_positive_int
 from ..requests import Microbatches, Order, owners_of
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
 from .accumulate import microbatched
 from .argument_specs import Rules, parameter_specs
+from .as_code import as_code
 from .transform import Transform
 
 T = TypeVar("T")
 
 
 @explain_keywords
-def pipeline(
-    axis: str,
-    specs: Rules = None,
-    *,
-    microbatches: int,
-    schedule: str | Schedule | Callable[..., Schedule] = "1f1b",
-    chunks: int | None = None,
-    batch: SpecTree = None,
-    balance: str = "work",
-) -> Transform:
+@dataclass(frozen=True)
+class pipeline(Transform):
     """Cut the model into stages along an axis and stream microbatches through them.
 
     The gradient of the transformed function compiles to programs per stage. A schedule orders them: GPipe, 1F1B,
@@ -79,52 +80,33 @@ def pipeline(
         PipelineError: when called, if the model cannot be cut in this way.
         SpecError: when called, if there are more microbatches than samples.
     """
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"pipeline(microbatches={microbatches!r}): give the number of microbatches, 1 or more")
-    if balance not in BALANCES:
-        raise ValueError(f"pipeline(balance={balance!r}): it is {' or '.join(map(repr, BALANCES))}")
-    if isinstance(schedule, str):
-        get(schedule)  # raises for an unknown name
-    elif not isinstance(schedule, Schedule) and not callable(schedule):
-        raise ValueError(
-            f"pipeline(schedule={schedule!r}): give a name such as '1f1b', an fp.schedules.Schedule (Schedule.of makes "
-            "one of text), or a function of stages and microbatches"
-        )
-    title = schedule if isinstance(schedule, str) else getattr(schedule, "name", getattr(schedule, "__name__", "own"))
-    name = f"pipeline({axis!r}, {title!r}, {microbatches})"
-    stacks = None if specs is None else Stacks(axis, parameter_specs(specs, axis, name))
-    plan = PipelineRequest(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), CutSpec(balance, stacks))
 
-    def apply(f: Callable[..., Any]) -> LocalFunction:
-        if isinstance(f, LocalFunction) and f.layout.all(Microbatches):
-            raise PipelineError(
-                f"{name} sums the gradients of its microbatches itself: leave fp.accumulate out, and give the pipeline "
-                "as many times more microbatches"
+    axis: str
+    specs: Rules = None
+    _: KW_ONLY
+    microbatches: int
+    schedule: str | Schedule | Callable[..., Schedule] = "1f1b"
+    chunks: int | None = None
+    batch: SpecTree = None
+    balance: str = "work"
+    order: ClassVar[Order] = Order.PIPELINE
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        if not is_positive_int(self.microbatches):
+            raise ValueError(
+                f"pipeline(microbatches={self.microbatches!r}): give the number of microbatches, 1 or more"
             )
-        inner = f
-        if owners_of(layout_of(f)):
-            raise PipelineError(
-                f"{name} stands outside of {f!r}, where one rank holds all parameters; a pipeline's ranks hold those "
-                "of their own stages: leave master= out"
+        if self.balance not in BALANCES:
+            raise ValueError(f"pipeline(balance={self.balance!r}): it is {' or '.join(map(repr, BALANCES))}")
+        if isinstance(schedule, str):
+            get(schedule)  # raises for an unknown name
+        elif not isinstance(schedule, Schedule) and not callable(schedule):
+            raise ValueError(
+                f"pipeline(schedule={schedule!r}): give a name such as '1f1b', an fp.schedules.Schedule (Schedule.of "
+                "makes one of text), or a function of stages and microbatches"
             )
-        if stacks is not None:
-            inner = unstacked(f if isinstance(f, LocalFunction) else as_local_function(f), stacks)
-        local = microbatched(inner, batch, name)
-        return local.requesting(Microbatches(MICROBATCH, plan.summed_together), plan)
-
-    return Transform(name, axis, Order.PIPELINE, apply)
-
-
-class _Maker:
-    """Creates the schedule for a number of ranks."""
-
-    def __init__(
-        self, schedule: str | Schedule | Callable[..., Schedule], microbatches: int, chunks: int | None, axis: str
-    ) -> None:
-        known = (name for name, family in FAMILIES.items() if family.schedule is schedule)
-        self.schedule = next(known, schedule)
-        self.microbatches, self.chunks, self.axis = microbatches, chunks, axis
-        self._found: dict[int, Schedule] = {}
+        super().__post_init__()
         self._check_chunks()
 
     def _check_chunks(self) -> None:
@@ -132,10 +114,10 @@ class _Maker:
             return
         if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
             raise ValueError(f"pipeline(chunks={self.chunks!r}): give how many stages a rank holds, 1 or more")
-        if isinstance(self.schedule, str):
-            name, taken = self.schedule, stages_for(self.schedule, 1, self.chunks) == self.chunks
+        if isinstance(self._family, str):
+            name, taken = self._family, stages_for(self._family, 1, self.chunks) == self.chunks
         else:
-            name, taken = getattr(self.schedule, "name", ""), not isinstance(self.schedule, Schedule)
+            name, taken = getattr(self._family, "name", ""), not isinstance(self._family, Schedule)
         if not taken:
             left_open = ", ".join(repr(name) for name, family in FAMILIES.items() if family.chunks is None)
             raise ValueError(
@@ -143,30 +125,81 @@ class _Maker:
                 f"or take a schedule that leaves it open: {left_open}, or a function of your own"
             )
 
-    def __call__(self, ranks: int) -> Schedule:
-        if ranks in self._found:
-            return self._found[ranks]
-        made = self._made(ranks)
-        if not isinstance(made, Schedule):
-            raise PipelineError(
-                f"the function that shall make the schedule, {getattr(self.schedule, '__name__', self.schedule)!r}, "
-                f"made a {type(made).__name__}; it returns an fp.schedules.Schedule (Schedule.of makes one of text)"
-            )
-        if made.ranks != ranks or made.microbatches != self.microbatches:
-            raise PipelineError(
-                f"{made.name} is for {made.ranks} ranks and {made.microbatches} microbatches, but the axis "
-                f"{self.axis!r} has {ranks} ranks and pipeline(microbatches={self.microbatches}); make it for these"
-                + ("" if made is self.schedule else f"; it was asked for {ranks * (self.chunks or 1)} stages")
-            )
-        self._found[ranks] = check(made)
-        return made
+    @property
+    def _family(self) -> str | Schedule | Callable[..., Schedule]:
+        """The schedule, by name if its function is that of a family."""
+        known = (name for name, family in FAMILIES.items() if family.schedule is self.schedule)
+        return next(known, self.schedule)
 
-    def _made(self, ranks: int) -> Schedule:
-        if isinstance(self.schedule, Schedule):
-            return self.schedule
-        if not isinstance(self.schedule, str):
-            return self.schedule(stages=ranks * (self.chunks or 1), microbatches=self.microbatches)
-        return for_ranks(self.schedule, ranks, self.microbatches, self.chunks or 2)
+    @property
+    def name(self) -> str:
+        schedule = self.schedule
+        own = getattr(schedule, "name", getattr(schedule, "__name__", "own"))
+        return f"pipeline({self.axis!r}, {schedule if isinstance(schedule, str) else own!r}, {self.microbatches})"
+
+    def schedule_for(self, ranks: int) -> Schedule:
+        """Return the schedule for a number of ranks, checked."""
+        return _schedule(self, ranks)
+
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        if f.layout.all(Microbatches):
+            raise PipelineError(
+                f"{self.name} sums the gradients of its microbatches itself: leave fp.accumulate out, and give the "
+                "pipeline as many times more microbatches"
+            )
+        if owners_of(f.layout):
+            raise PipelineError(
+                f"{self.name} stands outside of {f}, where one rank holds all parameters; a pipeline's ranks hold "
+                "those of their own stages: leave master= out"
+            )
+        plan = PipelineRequest(self.axis, MICROBATCH, self.schedule_for, CutSpec(self.balance))
+        lies = (f"{'by their stages' if self.specs is None else as_code(self.specs)} over {self.axis!r}", "")
+        inner = unstacked(f, self._stacks, lies) if self.specs is not None else f.then(f.run, lies=lies)
+        local = microbatched(inner, self.batch, self.name)
+        return local.requesting(Microbatches(MICROBATCH, plan.summed_together), plan)
+
+    def _stacks(self, params: PyTree) -> StackedTree:
+        """Return which parameters are stacks of layers: the spec of a stack names the axis in dim 0."""
+        specs = parameter_specs(params, self.specs, self.axis, self.name, self.source)
+        leaves = optree.tree_leaves(params)
+        rows = zip(tree_paths(params), leaves, optree.tree_leaves(specs), strict=True)
+        return StackedTree.of(params, [self._is_stack(*each) for each in rows])
+
+    def _is_stack(self, path: str, leaf: PyTree, spec: P) -> bool:
+        if self.axis not in spec.axes or not isinstance(leaf, torch.Tensor):
+            return False
+        if spec.dims[0] != (self.axis,):
+            raise SpecError(
+                f"{path}: {spec!r} does not cut dim 0, and nothing else of it, along {self.axis!r}; a pipeline's axis "
+                "cuts the first dim of a stack of layers"
+            )
+        return True
+
+
+@lru_cache(maxsize=256)
+def _schedule(plan: pipeline, ranks: int) -> Schedule:
+    made, own = _made(plan, ranks), plan.schedule
+    if not isinstance(made, Schedule):
+        raise PipelineError(
+            f"the function that shall make the schedule, {getattr(own, '__name__', own)!r}, made a "
+            f"{type(made).__name__}; it returns an fp.schedules.Schedule (Schedule.of makes one of text)"
+        )
+    if made.ranks != ranks or made.microbatches != plan.microbatches:
+        raise PipelineError(
+            f"{made.name} is for {made.ranks} ranks and {made.microbatches} microbatches, but the axis {plan.axis!r} "
+            f"has {ranks} ranks and pipeline(microbatches={plan.microbatches}); make it for these"
+            + ("" if made is own else f"; it was asked for {ranks * (plan.chunks or 1)} stages")
+        )
+    return check(made)
+
+
+def _made(plan: pipeline, ranks: int) -> Schedule:
+    family = plan._family
+    if isinstance(family, Schedule):
+        return family
+    if not isinstance(family, str):
+        return family(stages=ranks * (plan.chunks or 1), microbatches=plan.microbatches)
+    return for_ranks(family, ranks, plan.microbatches, plan.chunks or 2)
 
 
 def stage_boundary(x: T) -> T:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, ParamSpec, TypeVar
 
-from ..functions import LocalFunction, PyTree, as_local_function, explain_keywords
+from ..functions import LocalFunction, explain_keywords
 from ..ir import recompute_region
 from ..passes import Remat, RematToBudget
 from ..program import parse_bytes
+from ..quantities import is_positive_int
 from ..requests import Order, RunPass
 from .transform import Transform
 
@@ -20,13 +22,8 @@ R = TypeVar("R")
 
 
 @explain_keywords
-def remat(
-    policy: str | Callable[..., bool] | None = None,
-    *,
-    every: int = 1,
-    where: str = "*",
-    budget: int | str | None = None,
-) -> Transform:
+@dataclass(frozen=True)
+class remat(Transform):
     """Save fewer forward values for the backward and recompute the others (arXiv 1604.06174).
 
     | policy | saved | recomputed |
@@ -78,30 +75,45 @@ def remat(
         BudgetError: when the function is compiled, if no recomputation fits the budget. The message states the lowest
             peak reached.
     """
-    name = policy if policy is not None else "layers" if budget is None else "auto"
-    if not callable(name) and name not in _POLICIES:
-        raise ValueError(f"remat({policy!r}): the policies are {', '.join(map(repr, _POLICIES))}, or a function")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"remat(every={every!r}): runs have at least one layer")
-    if every > 1 and name != "layers":
-        raise ValueError(f"remat(every={every}) is for the policy 'layers', not {name!r}")
-    if (name == "auto") != (budget is not None):
-        needs = "'auto' needs a budget: fp.remat(budget='8GiB')"
-        wrong = needs if budget is None else f"a budget is for 'auto', not {name!r}"
-        raise ValueError(f"remat({policy!r}, budget={budget!r}): {wrong}")
-    asked = Remat(name, every, where) if budget is None else RematToBudget(parse_bytes(budget), where)
 
-    def apply(f: Callable[..., PyTree]) -> LocalFunction:
-        local = f if isinstance(f, LocalFunction) else as_local_function(f)
-        return local.requesting(RunPass(asked))
+    policy: str | Callable[..., bool] | None = None
+    _: KW_ONLY
+    every: int = 1
+    where: str = "*"
+    budget: int | str | None = None
+    order: ClassVar[Order] = Order.PRECISION
 
-    return Transform(_described(name, every, budget), None, Order.PRECISION, apply)
+    def __post_init__(self) -> None:
+        policy, budget, chosen = self.policy, self.budget, self.chosen
+        if not callable(chosen) and chosen not in _POLICIES:
+            raise ValueError(f"remat({policy!r}): the policies are {', '.join(map(repr, _POLICIES))}, or a function")
+        if not is_positive_int(self.every):
+            raise ValueError(f"remat(every={self.every!r}): runs have at least one layer")
+        if self.every > 1 and chosen != "layers":
+            raise ValueError(f"remat(every={self.every}) is for the policy 'layers', not {chosen!r}")
+        if (chosen == "auto") != (budget is not None):
+            needs = "'auto' needs a budget: fp.remat(budget='8GiB')"
+            wrong = needs if budget is None else f"a budget is for 'auto', not {chosen!r}"
+            raise ValueError(f"remat({policy!r}, budget={budget!r}): {wrong}")
+        if budget is not None:
+            parse_bytes(budget)  # raises for another text
 
+    @property
+    def chosen(self) -> str | Callable[..., bool]:
+        """The policy, or that by default."""
+        return self.policy if self.policy is not None else "layers" if self.budget is None else "auto"
 
-def _described(policy: str | Callable[..., bool], every: int, budget: int | str | None) -> str:
-    if budget is not None:
-        return f"remat(budget={budget!r})"
-    return f"remat({getattr(policy, '__name__', repr(policy))}{f', every={every}' if every > 1 else ''})"
+    @property
+    def name(self) -> str:
+        if self.budget is not None:
+            return f"remat(budget={self.budget!r})"
+        every = f", every={self.every}" if self.every > 1 else ""
+        return f"remat({getattr(self.chosen, '__name__', repr(self.chosen))}{every})"
+
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        if self.budget is None:
+            return f.requesting(RunPass(Remat(self.chosen, self.every, self.where)))
+        return f.requesting(RunPass(RematToBudget(parse_bytes(self.budget), self.where)))
 
 
 def recompute(f: Callable[P, R]) -> Callable[P, R]:

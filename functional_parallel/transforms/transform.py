@@ -7,35 +7,60 @@ A transform is a value. It maps a function to a local function, and has a name a
 from __future__ import annotations
 
 import itertools
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import NoneType
+from typing import Any, ClassVar
 
 from ..errors import OrderError
-from ..functions import LocalFunction, PyTree, require_function
+from ..functions import LocalFunction, PyTree, as_local_function, require_function
+from ..ir import Source, current_source
 from ..requests import Order, require_order
+from .as_code import AsCode, as_code, call_as_code, from_code
 
 
 @dataclass(frozen=True)
-class Transform:
-    """One transform."""
+class Transform(AsCode, ABC):
+    """One transform: a frozen dataclass whose fields are its arguments.
 
-    name: str
-    axis: str | None  # of the mesh
-    order: Order
-    apply: Callable[[Callable[..., PyTree]], LocalFunction]
+    It prints as the call that makes it, and compares and hashes by its arguments.
+
+    >>> import functional_parallel as fp
+    >>> fp.zero(3, "data", prefetch=2)
+    fp.zero(3, 'data', prefetch=2)
+    """
+
+    order: ClassVar[Order]
+    shown: ClassVar[tuple[str, ...] | None] = None  # arguments in the short text for messages, by default all
+    source: ClassVar[Source | None]  # of an object: the line that makes it
+
+    def __new__(cls, *_: Any, **named: Any) -> Transform:
+        made = super().__new__(cls)
+        object.__setattr__(made, "source", current_source())
+        return made
 
     def __post_init__(self) -> None:
-        if not isinstance(self.axis, (str, NoneType)):
+        axis = getattr(self, "axis", "")
+        if not isinstance(axis, str):
             raise TypeError(
-                f"{self.name}: a transform takes one axis of the mesh, by its name, not {self.axis!r}; for several "
+                f"{self.name}: a transform takes one axis of the mesh, by its name, not {axis!r}; for several "
                 "fp.chain one transform for each, the first innermost"
             )
+
+    @property
+    def name(self) -> str:
+        """Short text for messages."""
+        return call_as_code(self, self.shown).removeprefix("fp.")
+
+    @abstractmethod
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        """Transform a function. It has the layout that its transforms give it; see `LocalFunction.then`."""
 
     def __call__(self, f: Callable[..., PyTree]) -> LocalFunction:
         if not isinstance(f, LocalFunction):
             require_function(f, self.name)
-        local = self.apply(f)
+        local = self.apply(as_local_function(f))
         require_order(local.layout.requests)
         return local
 
@@ -43,8 +68,9 @@ class Transform:
     def transforms(self) -> tuple[Transform, ...]:
         return (self,)
 
-    def __repr__(self) -> str:
-        return self.name
+    def to_json(self) -> str:
+        """Return the plan of this transform as JSON; see `Plan.to_json`."""
+        return Plan(self.transforms).to_json()
 
 
 @dataclass(frozen=True)
@@ -59,7 +85,37 @@ class Plan:
         return f
 
     def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self.transforms))})"
+        return f"fp.chain({', '.join(map(as_code, self.transforms))})"
+
+    def __str__(self) -> str:
+        return f"chain({', '.join(each.name for each in self.transforms)})"
+
+    def to_json(self) -> str:
+        """Return the plan as JSON: the list of its transforms as code.
+
+        >>> import functional_parallel as fp
+        >>> plan = fp.chain(fp.remat(), fp.zero(3, "data"))
+        >>> plan.to_json(), fp.Plan.from_json(plan.to_json()) == plan
+        ('["fp.remat()", "fp.zero(3, \'data\')"]', True)
+
+        Raises:
+            ValueError: if an argument of a transform is no data, such as a function. The message names it.
+        """
+        for each in self.transforms:
+            from_code(as_code(each))
+        return json.dumps(list(map(as_code, self.transforms)))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Return the plan that `to_json` wrote.
+
+        Args:
+            text: JSON. Its transforms are those of this library, and others whose classes exist by now.
+
+        Raises:
+            ValueError: if the text has anything else. No code in it runs.
+        """
+        return chain(*map(from_code, json.loads(text)))
 
 
 def chain(*transforms: Transform | Plan) -> Plan:
@@ -67,7 +123,7 @@ def chain(*transforms: Transform | Plan) -> Plan:
 
     >>> import functional_parallel as fp
     >>> fp.chain(fp.tensor_parallel("tensor", {}), fp.data_parallel("data"))
-    chain(tensor_parallel('tensor'), data_parallel('data'))
+    fp.chain(fp.tensor_parallel('tensor', {}), fp.data_parallel('data'))
 
     Args:
         transforms: transforms or chains of them, in the order precision and remat, tensor and sequence, zero / data,
@@ -95,28 +151,29 @@ def _check_microbatches(transforms: tuple[Transform, ...]) -> None:
     by_order = {transform.order: transform for transform in transforms}
     if {Order.ACCUMULATE, Order.PIPELINE} <= by_order.keys():
         raise OrderError(
-            f"{by_order[Order.PIPELINE]!r} sums the gradients of its microbatches itself: leave "
-            f"{by_order[Order.ACCUMULATE]!r} out, and give the pipeline as many times more microbatches"
+            f"{by_order[Order.PIPELINE].name} sums the gradients of its microbatches itself: leave "
+            f"{by_order[Order.ACCUMULATE].name} out, and give the pipeline as many times more microbatches"
         )
 
 
 def _check_order(transforms: tuple[Transform, ...]) -> None:
     for before, after in itertools.pairwise(transforms):
         if before.order > after.order:
-            right = ", ".join(map(repr, sorted(transforms, key=lambda transform: transform.order)))
+            right = ", ".join(each.name for each in sorted(transforms, key=lambda transform: transform.order))
             raise OrderError(
-                f"{after!r} ({after.order.words}) stands outside {before!r} ({before.order.words}), but belongs inside "
-                f"it; write chain({right})"
+                f"{after.name} ({after.order.words}) stands outside {before.name} ({before.order.words}), but belongs "
+                f"inside it; write chain({right})"
             )
 
 
 def _check_axes(transforms: tuple[Transform, ...]) -> None:
     taken: dict[str, Transform] = {}
     for transform in transforms:
-        if transform.axis is None:
+        axis = getattr(transform, "axis", None)
+        if axis is None:
             continue
-        other = taken.setdefault(transform.axis, transform)
+        other = taken.setdefault(axis, transform)
         if other is not transform:
             raise OrderError(
-                f"{other!r} and {transform!r} both take the axis {transform.axis!r}; each axis goes to one transform"
+                f"{other.name} and {transform.name} both take the axis {axis!r}; each axis goes to one transform"
             )

@@ -129,7 +129,7 @@ def test_old_and_other_names_are_known() -> None:
     config = fp.deepspeed.from_config(nested(BASE) | values, mesh=2)
     assert config.precision == "bf16"
     assert (
-        repr(fp.deepspeed.from_config(nested(BASE) | {"zero_optimization": True}, mesh=2).plan)
+        str(fp.deepspeed.from_config(nested(BASE) | {"zero_optimization": True}, mesh=2).plan)
         == "chain(zero(1, 'data'))"
     )
     twice = {"param_persistence_threshold": 7, "stage3_param_persistence_threshold": 7}

@@ -154,9 +154,7 @@ def test_a_hessian_vector_product(model: str, mesh: Mesh) -> None:
     def product(gradient: Any) -> Any:
         return lambda p, v, *rest: fp.jvp(lambda q: gradient(q, *rest), (p,), (v,))[1]
 
-    specs = local.layout.arguments
-    with fp.collectives.axes.bind(mesh.shape, None):
-        declared = specs((params, *batch()))
+    declared = local.resolve((params, *batch()), mesh).arguments
     step = fp.compile(product(fp.grad(local)), mesh, in_specs=(declared[0], *declared), out_specs=declared[0])
     plain = plain_llama if loss is fused_llama else loss  # torch's fused kernel has no second derivative, ours has
     found, want = step(params, direction, *batch()), product(fp.grad(plain))(params, direction, *batch())

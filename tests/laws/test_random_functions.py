@@ -55,8 +55,7 @@ def test_second_derivatives(f: Program, seed: int, data: st.DataObject) -> None:
     def product(gradient):  # type: ignore[no-untyped-def]
         return lambda p, v, x: fp.jvp(lambda q: gradient(q, x), (p,), (v,))[1]
 
-    with fp.collectives.axes.bind(mesh.shape, None):
-        specs, of_batch = local.layout.arguments((params, x))
+    specs, of_batch = local.resolve((params, x), mesh).arguments
     duals = optree.tree_map(P.dual, specs)
     step = fp.compile(product(fp.grad(local)), mesh, in_specs=(specs, specs, of_batch), out_specs=duals)
     want = product(fp.grad(f))(params, direction, x)
@@ -79,8 +78,7 @@ def test_second_derivatives_through_views(view: str) -> None:
     def product(f, w, v, x):  # type: ignore[no-untyped-def]
         return fp.jvp(lambda q: fp.grad(f)(q, x), (w,), (v,))[1]
 
-    with fp.collectives.axes.bind({"data": 2}, None):
-        rows, of_batch = local.layout.arguments((w, x))
+    rows, of_batch = local.resolve((w, x), Mesh(data=2)).arguments
     step = fp.compile(partial(product, local), Mesh(data=2), in_specs=(rows, rows, of_batch), out_specs=rows)
     assert torch.equal(step(w, w, x), product(lambda w, x: (x + views[view](w)).pow(3).sum(), w, w, x))
 
@@ -135,8 +133,7 @@ def test_a_second_derivative_of_zero(stage: int) -> None:
     """A gradient that is constant is held as partial sums by ZeRO 1 and 2, as is its tangent of zeros."""
     w, x = torch.ones(4, dtype=torch.float64), torch.arange(8.0, dtype=torch.float64).reshape(2, 4)
     local = fp.zero(stage, "data")(lambda w, x: (x * w).sum())
-    with fp.collectives.axes.bind({"data": 2}, None):
-        specs, of_batch = local.layout.arguments((w, x))
+    specs, of_batch = local.resolve((w, x), Mesh(data=2)).arguments
     product = lambda p, v, x: fp.jvp(lambda q: fp.grad(local)(q, x), (p,), (v,))[1]  # noqa: E731
     step = fp.compile(product, Mesh(data=2), in_specs=(specs, specs, of_batch), out_specs=specs.dual())
     assert torch.equal(step(w, w, x), torch.zeros_like(w))

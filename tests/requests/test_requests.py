@@ -72,7 +72,7 @@ def test_every_request_of_the_library_is_in_the_table_and_has_a_text() -> None:
 def test_explain_lists_the_requests() -> None:
     step = fp.compile(fp.grad(fp.chain(fp.remat(), fp.zero(3, "data"))(loss)), Mesh(data=2))
     shown = str(step.explain(LAYERS, torch.ones(4, 4)))
-    said = "requested: pass 'remat'; norm summed by shards; batch sharded over 'data'; pass 'gathers'"
+    said = "requested: pass 'remat'; batch sharded over 'data'; pass 'gathers'"
     assert shown.splitlines()[-1] == said
 
 

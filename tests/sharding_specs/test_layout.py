@@ -11,7 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_parallel.testing.strategies import cases, fitting_shapes, meshes, numbered, specs
-from sharding_specs import Mesh, P, SpecError, local_shape, padded_shape, reshard, shard, unshard, validate
+from sharding_specs import (
+    Box,
+    Mesh,
+    P,
+    SpecError,
+    holders,
+    local_shape,
+    padded_shape,
+    rank_boxes,
+    reshard,
+    shard,
+    shard_leaf,
+    unshard,
+    unshard_leaf,
+    validate,
+)
 
 GRID = Mesh(data=2, tensor=2)
 
@@ -193,3 +208,23 @@ def test_an_inner_factor_is_not_padded() -> None:
     ):
         shard(numbered((5,)), P((3, "data")), GRID, 0, pad=True)
     assert shard(numbered((6,)), P((3, "data")), GRID, 0, pad=True).tolist() == [1, 3, 5]
+
+
+@given(length=st.integers(1, 13), sizes=st.tuples(*[st.integers(1, 3)] * 3))
+def test_each_axis_of_a_padded_dim_pads_the_block_that_it_splits(length: int, sizes: tuple[int, ...]) -> None:
+    mesh = Mesh(dict(zip("abc", sizes, strict=True)))
+    spec, x = P(("a", "b", "c")).fitted((length, 2), mesh), torch.arange(1, 2 * length + 1).view(length, 2)
+    parts = [shard_leaf(x, spec, mesh, rank) for rank in mesh.ranks]
+    assert torch.equal(unshard_leaf(parts, spec, mesh), x)
+    firsts = [mesh.rank({"a": rank, "b": 0, "c": 0}) for rank in range(sizes[0])]
+    inner = [shard_leaf(x, P("a"), mesh, rank, pad=True) for rank in firsts]
+    for rank in mesh.ranks:
+        at = mesh.coordinates(rank)
+        assert torch.equal(parts[rank], shard_leaf(inner[at["a"]], P(("b", "c")), mesh, rank, pad=True))
+        for whole, local in rank_boxes(x.shape, spec, mesh, at):
+            rows = slice(whole.start[0], whole.start[0] + whole.size[0])
+            assert torch.equal(x[rows], parts[rank][local.start[0] : local.start[0] + local.size[0]])
+            assert at in list(holders(whole, x.shape, spec, mesh))
+    for row in range(length):
+        (found,) = holders(Box((row, 0), (1, 2)), x.shape, spec, mesh)
+        assert any(torch.equal(x[row], each) for each in parts[mesh.rank(found)])

@@ -10,7 +10,7 @@ from typing import Any
 from sharding_specs import Mesh
 
 from ...optim import Optimizer, Schedule
-from ...transforms import LossScale, Plan, accumulate, chain, data_parallel, mixed_precision, zero
+from ...transforms import LossScale, Plan, Transform, accumulate, chain, data_parallel, mixed_precision, zero
 from .auto import filled
 from .checks import Problems, converted, flat, read
 from .optimizers import build_optimizer, build_schedule
@@ -207,7 +207,7 @@ def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str
 def _plan(
     values: Mapping[str, Any], data: str, precision: str | None, scale: LossScale | float | None, microbatches: int
 ) -> Plan:
-    stage, parts = values[f"{_ZERO}.stage"], []
+    stage, parts = values[f"{_ZERO}.stage"], list[Transform]()
     if precision is not None:
         gathers = "fp32" if values["torch_autocast.enabled"] else None
         sums, masters = values["communication_data_type"] or "fp32", not values["bf16.bf16_master_weights_and_grads"]

@@ -7,15 +7,13 @@ iterations over a matrix and LAMB's norm of a parameter. An update must not read
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import optree
 
 from sharding_specs import P, broadcast_specs
 
-from ...functions import PyTree, SpecTree, axis_mesh, relayout_leaf
+from ...functions import PyTree, SpecTree, as_local_function, axis_mesh, relayout_leaf
 from ...ops import ADAMW
 from ...partition import Partitioning
 from ...rules import register_rule
@@ -31,11 +29,14 @@ def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
     if not axes:
         return update(*args)
     even = optree.tree_map(_even, full)
-    local: Callable[..., Any] = _checked(update)
+    local = as_local_function(_checked(update))
     for axis in (name for name in reversed(axis_mesh().axis_names) if name in axes):
         own = optree.tree_map(partial(_of_axis, axis), even)
-        local = Partitioning("the optimizer's update", axis, own, (own[2], own[1]), parameters=2).apply(local)
-    new = local(*optree.tree_map(relayout_leaf, args, full, even))
+        out_specs = own[2], own[1]
+        how = Partitioning("the optimizer's update", axis, lambda _, own=own: own, out_specs, parameters=2)  # type: ignore[misc]
+        local = how.apply(local)
+    inputs = optree.tree_map(relayout_leaf, args, full, even)
+    new, _ = local.run(local.layout.resolve(inputs, axis_mesh()), *inputs)
     found: tuple[PyTree, PyTree] = optree.tree_map(relayout_leaf, new, (even[2], even[1]), (full[2], full[1]))
     return found
 

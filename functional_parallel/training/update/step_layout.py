@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import optree
+import torch
 
-from sharding_specs import Mesh, broadcast_specs
+from sharding_specs import Mesh, P, broadcast_specs
 
-from ...collectives import bind
-from ...functions import Layout, PyTree, SpecTree
-from ...ir import hollow
+from ...functions import Layout, LocalFunction, PyTree, SpecTree, StackedTree
+from ...ir import hollow, without_memory
 from ...optim import Optimizer, is_declared_elementwise, like_params, tree_map_params
-from ...pipelines import pipeline_of, stacks_of
+from ...pipelines import pipeline_of
 from ...requests import (
-    NormSharding,
     StateRequest,
     SummedApart,
     UpdateSharding,
     flat_update,
     owners_of,
     split_state,
-    update_specs,
     with_leaves,
 )
 from .elementwise import inner_slices, slice_mismatch, with_constants
@@ -49,6 +46,7 @@ class StepLayout:
     counted: SpecTree  # of the gradients for the sum of squares of their norm
     frozen: tuple[bool, ...]  # per leaf of the parameters, by the optimizer
     owners: Mapping[str, int] = field(default_factory=dict)  # index of the rank that holds all, by axis
+    stacks: StackedTree | None = None  # which parameters of the user are stacks of layers
 
     def state(self, state: PyTree, optimizer: Optimizer, requests: Sequence[StateRequest]) -> SpecTree:
         """Return the specs of a packed state of full tensors: the optimizer's `specs`, or the layouts of the update."""
@@ -64,6 +62,20 @@ class StepLayout:
     def _like_params(self, tree: PyTree) -> SpecTree:
         return like_params(tree, self.packing.like, self.update)
 
+    def by_layer(self, tree: PyTree, params: PyTree, fresh: bool) -> PyTree:
+        """Return a tree with the layers of stacks apart, where it is like the user's parameters.
+
+        Layers of a `fresh` tree, whose memory is not the caller's, get separate memory.
+        """
+        if self.stacks is None:
+            return tree
+        found = self.stacks.unstack_all(tree, params)
+        return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, found) if fresh else found
+
+    def as_given(self, params: PyTree) -> PyTree:
+        """Return parameters of the step with the structure and shapes of the user's, without values."""
+        return params if self.stacks is None else self.stacks.restack(optree.tree_map(without_memory, params))
+
     def packed_state(self, state: PyTree) -> PyTree:
         """Pack a state of full tensors into the tree that the step holds."""
         return tree_map_params(self.packing.pack_whole, state, optree.tree_structure(self.params))
@@ -73,32 +85,32 @@ class StepLayout:
         return tree_map_params(self.packing.unpack_whole, state, self.packing.structure)
 
 
-def find_step_layout(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, clipped: bool) -> StepLayout:
-    """Compute the layouts of a step from the layout of its loss. Of the trained parameters only the shapes matter.
+def find_step_layout(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Optimizer, clipped: bool) -> StepLayout:
+    """Resolve the layouts of a step. Of the user's parameters, in the types that are trained, only the shapes matter.
 
     If the update uses the gradients' norm (`clipped`), every ZeRO stage sums it in the same order.
     """
-    shapes = optree.tree_map(hollow, params)
-    with bind(f.mesh(mesh).shape, None):
-        compute = broadcast_specs(f.arguments((shapes,))[0], shapes)
-        kept = optree.tree_map(at_rest, compute)
-        frozen = tuple(optree.tree_leaves(_decided(f, shapes, optimizer, "frozen", False)))
-        if flat_update(f):
-            axes = tuple(each.axis for each in f.all(UpdateSharding))
-            _refuse_stages(f, axes)
-            apart = f.last(SummedApart)
-            label = 0 if apart is None else apart.label(shapes)
-            packing = FlatPacking(shapes, compute, mesh, axes, optimizer, label, frozen)
-            split = packing.split
-            return StepLayout(shapes, packing, compute, kept, packing.summed, packing.whole, split, split, frozen)
-        stacks, norm = stacks_of(f), f.last(NormSharding) if clipped else None
-        if stacks is not None:
-            stacks.require_elementwise(optimizer, shapes, partial(_beyond_layers, optimizer))
-        update = _split_over(update_specs(f), shapes, kept, mesh)
-        everywhere = optree.tree_map(lambda spec: spec.replace(owner={}), update)
-        counted = _split_over(None if norm is None else norm.specs, shapes, everywhere, mesh)
-        packed = NoPacking(shapes, _decided(f, shapes, optimizer, "constants", None))
-        return StepLayout(shapes, packed, compute, kept, compute, kept, update, counted, frozen, owners_of(f))
+    resolved, layout = f.resolve((params,), mesh), f.layout
+    like = optree.tree_map(hollow, params)
+    shapes, compute = resolved.args[0], resolved.arguments[0]
+    kept = optree.tree_map(at_rest, compute)
+    frozen = tuple(optree.tree_leaves(_decided(resolved.stacks, like, optimizer, "frozen", False)))
+    if flat_update(layout):
+        axes = tuple(each.axis for each in layout.all(UpdateSharding))
+        _refuse_stages(layout, axes)
+        apart = layout.last(SummedApart)
+        label = 0 if apart is None else apart.label(shapes)
+        packing = FlatPacking(shapes, compute, mesh, axes, optimizer, label, frozen)
+        split = packing.split
+        return StepLayout(shapes, packing, compute, kept, packing.summed, packing.whole, split, split, frozen)
+    if resolved.stacks is not None:
+        _require_elementwise(resolved.stacks, optimizer, like)
+    structure, norm = optree.tree_structure(shapes), (resolved.norm if clipped else None) or (P(),) * len(frozen)
+    update = resolved.updated()
+    counted = [a.replace(owner={}).divided(b, mesh) for a, b in zip(update, norm, strict=True)]
+    packed, owners = NoPacking(shapes, _decided(resolved.stacks, like, optimizer, "constants", None)), owners_of(layout)
+    specs = structure.unflatten(update), structure.unflatten(counted)
+    return StepLayout(shapes, packed, compute, kept, compute, kept, *specs, frozen, owners, resolved.stacks)
 
 
 def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:
@@ -109,30 +121,43 @@ def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:
         )
 
 
-def _decided(f: Layout, shapes: PyTree, optimizer: Optimizer, field: str, default: Any) -> PyTree:
-    """Return the result of the optimizer's `field` per parameter, from full parameters, or stacks of layers."""
+def _decided(stacks: StackedTree | None, params: PyTree, optimizer: Optimizer, field: str, default: Any) -> PyTree:
+    """Return the result of the optimizer's `field` per parameter of the step. A layer gets that of its stack."""
     decide = getattr(optimizer, field, None)  # a user's own pair may lack it
-    if decide is None:
-        return None if default is None else optree.tree_map(lambda _: default, shapes)
-    stacks = stacks_of(f)
-    if stacks is not None:
-        return stacks.per_layer(decide, shapes)
-    return optree.tree_broadcast_prefix(decide(shapes), shapes)
+    if decide is None and default is None:
+        return None
+    structure = optree.tree_structure(params)
+    found = default if decide is None else decide(params)
+    values = structure.flatten_up_to(optree.tree_broadcast_prefix(found, params))
+    return structure.unflatten(values) if stacks is None else stacks.spread(values)
 
 
-def _beyond_layers(optimizer: Optimizer, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
+def _require_elementwise(stacks: StackedTree, optimizer: Optimizer, params: PyTree) -> None:
+    """Check that the optimizer does not need a full stack of layers, if the parameters have one."""
+    if not any(stacks.lengths):
+        return
+    why = "it has `specs`, as that of adafactor, whose means go over a whole parameter"
+    if getattr(optimizer, "specs", None) is None:
+        found = _beyond_layers(stacks, optimizer, params)
+        if found is None:
+            return
+        why = found
+    raise ValueError(
+        f"{next(iter(stacks.paths)).rpartition('/')[0] or 'the parameter'} is a stack of layers, each updated on the "
+        f"rank of its stage, but this optimizer is not elementwise ({why}). Make every layer a parameter of its own, a "
+        "list of them in place of the stack, and leave the stacks out of fp.pipeline's specs; or take an elementwise "
+        "one such as fp.optim.adamw"
+    )
+
+
+def _beyond_layers(stacks: StackedTree, optimizer: Optimizer, params: PyTree) -> str | None:
+    """Return why the update of a layer differs from its update in a stack; None if it does not."""
     if not is_declared_elementwise(optimizer):
         return "it does not declare it, by fp.optim.Optimizer(…, elementwise=True)"
+    stacked = optree.tree_map(without_memory, params)
     decide = getattr(optimizer, "constants", None)
     constants = None if decide is None else optree.tree_broadcast_prefix(decide(stacked), stacked)
-    update, slices = with_constants(optimizer, constants), inner_slices(stacked, is_stack)
+    are_stacks = {id(leaf) for leaf, n in zip(optree.tree_leaves(stacked), stacks.lengths, strict=True) if n}
+    update, slices = with_constants(optimizer, constants), inner_slices(stacked, lambda leaf: id(leaf) in are_stacks)
     found = slice_mismatch(optimizer.init, update, stacked, slices)
     return None if found is None else f"given one layer of each stack, it {found}"
-
-
-def _split_over(
-    further: Callable[[tuple[PyTree, ...]], SpecTree] | None, params: PyTree, specs: SpecTree, mesh: Mesh
-) -> SpecTree:
-    if further is None:
-        return specs
-    return optree.tree_map(lambda a, b: a.divided(b, mesh), specs, broadcast_specs(further((params,)), params))

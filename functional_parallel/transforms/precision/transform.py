@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -14,7 +14,7 @@ from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
 from ...errors import OrderError
-from ...functions import BufferTree, LocalFunction, PyTree, Request, SpecTree, as_local_function, explain_keywords
+from ...functions import BufferTree, LocalFunction, PyTree, Request, Resolved, SpecTree, explain_keywords
 from ...ir import Source, at_source, current_source
 from ...passes import CastBeforeGather, ReduceDtype, WidenedAndNarrowed
 from ...requests import LossScale, Masters, Order, RunPass, ScaleLoss, StoredType, SummedApart
@@ -26,17 +26,8 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @explain_keywords
-def mixed_precision(
-    compute: str,
-    *,
-    keep: Sequence[str] = (),
-    islands: Iterable[str | Callable[..., Any]] = (),
-    params: str | None = None,
-    inputs: str | None = None,
-    reduce: str = "fp32",
-    masters: bool = True,
-    loss_scale: LossScale | float | str | None = "auto",
-) -> Transform:
+@dataclass(frozen=True)
+class mixed_precision(Transform):
     """Compute in a low-precision dtype. Updates, optimizer state and sensitive ops stay in float32.
 
     `train_step` stores the parameters in the compute dtype. Their float32 masters are in the optimizer's state, where
@@ -74,41 +65,64 @@ def mixed_precision(
         ValueError: for an unsupported dtype or loss scale, or an unknown function. When the function is traced, for a
             pattern that matches no parameter.
     """
-    keep = (keep,) if isinstance(keep, str) else tuple(keep)
-    dtype = _type(compute, "compute", ("bf16", "fp16"))
-    gathers = _type(compute if params is None else params, "params", (compute, "fp32"))
-    entering = dtype if inputs is None or _type(inputs, "inputs", (compute, "fp32")) is dtype else None
-    reductions = _type(reduce, "reduce", ("fp32", "bf16", "fp16"))
-    further = functions_named(islands)
-    scale = _rules(loss_scale, compute)
-    passes = (*([CastBeforeGather(dtype)] if gathers is dtype else []), ReduceDtype(reductions), WidenedAndNarrowed())
-    kept = partial(_is_kept, (*keep, *STATISTICS))
-    requests: list[Request] = [(Masters if masters else StoredType)(dtype, kept), SummedApart(kept)]
-    requests += [] if scale is None else [ScaleLoss(scale)]
-    requests += map(RunPass, passes)
-    name = f"mixed_precision({compute!r})"
 
-    def apply(f: Callable[..., Any]) -> LocalFunction:
-        inner = f if isinstance(f, LocalFunction) else as_local_function(f)
-        _refuse_twice(inner, name)
+    compute: str
+    _: KW_ONLY
+    keep: Sequence[str] = ()
+    islands: Iterable[str | Callable[..., Any]] = ()
+    params: str | None = None
+    inputs: str | None = None
+    reduce: str = "fp32"
+    masters: bool = True
+    loss_scale: LossScale | float | str | None = "auto"
+    order: ClassVar[Order] = Order.PRECISION
+    shown: ClassVar[tuple[str, ...]] = ("compute",)
 
-        def call(first: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
-            _refuse_unused(keep, first)
+    def __post_init__(self) -> None:
+        for argument in ("keep", "islands"):
+            given = getattr(self, argument)
+            object.__setattr__(self, argument, (given,) if isinstance(given, str) else tuple(given))
+        compute = self.compute
+        _type(compute, "compute", ("bf16", "fp16"))
+        for argument in ("params", "inputs"):
+            _type(compute if getattr(self, argument) is None else getattr(self, argument), argument, (compute, "fp32"))
+        _type(self.reduce, "reduce", ("fp32", "bf16", "fp16"))
+        functions_named(self.islands)
+        _rules(self.loss_scale, compute)
+
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        _refuse_twice(f, self.name)
+        dtype = _TYPES[self.compute]
+        entering = dtype if self.inputs in (None, self.compute) else None
+        keep, islands = (*self.keep, *STATISTICS), functions_named(self.islands)
+
+        def call(resolved: Resolved, first: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
+            _refuse_unused(self.keep, first)
             source = current_source() or Source("", 0, "", "")
             with at_source(replace(source, casts_parameters=True)):  # passes identify gradients of parameters by it
-                leaves, kept = _cast(first, dtype, (*keep, *STATISTICS))
+                leaves, kept = _cast(first, dtype, keep)
             into = [None if isinstance(arg, BufferTree) else entering for arg in batch]
             cast_args = [_cast(arg, narrow, STATISTICS) for arg, narrow in zip(batch, into, strict=True)]
             batch, statistics = tuple(arg for arg, _ in cast_args), [x for _, found in cast_args for x in found]
-            with PrecisionMode(dtype, [*kept, *statistics], further):
-                result = inner.run(leaves, *batch)
+            with PrecisionMode(dtype, [*kept, *statistics], islands):
+                result, specs = f.run(resolved, leaves, *batch)
             wide = optree.tree_map(lambda x: x.float() if is_floating(x) and x.dtype == dtype else x, result)
-            return wide, inner.results
+            return wide, specs
 
-        layout = replace(inner.layout, describe=(*inner.layout.describe, name))
-        return LocalFunction(call, layout, inner.name).requesting(*requests)
+        masters = ", masters in float32" if self.masters else ""
+        lies = (f"stored in {self.compute}{masters}", "")
+        return f.then(call, describe=self.name, lies=lies).requesting(*self._requests(dtype))
 
-    return Transform(name, None, Order.PRECISION, apply)
+    def _requests(self, dtype: torch.dtype) -> Iterator[Request]:
+        kept, scale = partial(_is_kept, (*self.keep, *STATISTICS)), _rules(self.loss_scale, self.compute)
+        yield (Masters if self.masters else StoredType)(dtype, kept)
+        yield SummedApart(kept)
+        if scale is not None:
+            yield ScaleLoss(scale)
+        if self.params in (None, self.compute):
+            yield RunPass(CastBeforeGather(dtype))
+        yield RunPass(ReduceDtype(_TYPES[self.reduce]))
+        yield RunPass(WidenedAndNarrowed())
 
 
 def _refuse_twice(f: LocalFunction, name: str) -> None:
