@@ -14,7 +14,7 @@ from torch import fx
 
 from ..collectives import State
 from ..errors import EqualCopiesWarning
-from ..ir import AxisSet, Traced, axes_of_nodes, info, primitive_name, source_of, warn_at
+from ..ir import AxisSet, Traced, axes_of_nodes, collective_call, info, source_of, warn_at
 from .typing import type_of
 
 aten = torch.ops.aten
@@ -29,15 +29,15 @@ _FIXES = {
 
 def warn_of_equal_copies(traced: Traced, sizes: Mapping[str, int]) -> None:
     """Warn of each sum or maximum that a user's line takes of equal copies. The graph is typed; means are accepted."""
-    suspects = [node for node in traced.nodes if primitive_name(node) in _FIXES and _is_of_the_user(node)]
+    suspects = {n: call for n in traced.nodes if (call := collective_call(n, *_FIXES)) and _is_of_the_user(n)}
     if not suspects:
         return
     varied = axes_of_nodes(traced, {node: _axes_of_input(node) for node in (*traced.inputs, *traced.captured_inputs)})
-    for node in suspects:
-        operand, axes = node.args[:2]
-        equal = [axis for axis in axes if type_of(operand)[axis] is State.VARYING and axis not in varied[operand]]
-        if equal and not _is_mean(node, prod(sizes[axis] for axis in axes)):
-            name, axis, source = str(primitive_name(node)), equal[0], info(node).source
+    for node, call in suspects.items():
+        held, differs = type_of(call.operand), varied[call.operand]
+        equal = [axis for axis in call.axes if held[axis] is State.VARYING and axis not in differs]
+        if equal and not _is_mean(node, prod(sizes[axis] for axis in call.axes)):
+            name, axis, source = call.kind, equal[0], info(node).source
             warn_at(
                 source,
                 f"{source}: {name} over axis {axis!r} of a value that is equal on all ranks by construction: "

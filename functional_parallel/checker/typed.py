@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ..collectives import State, apply_primitive
+from ..collectives import State, apply_primitive, call_of
 from ..ir import (
     Args,
     Traced,
     at_source,
+    collective_call,
     eval_node,
     explicit_casts,
     grad_mode_of,
@@ -90,9 +92,9 @@ def _names_axes(node: fx.Node) -> bool:
 
 def _resolved(node: fx.Node, args: Args) -> Args:
     """Replace `"auto"` in the arguments of a collective by the state of its operand."""
-    if "auto" not in [arg for arg in args if isinstance(arg, str)]:
+    call = collective_call(node)
+    if call is None or "auto" not in call.states.values():
         return args
-    held = type_of(node.args[0])
-    states = {held[axis] for axis in node.args[1]}
+    states = {type_of(call.operand)[axis] for axis in call.axes}
     state = next(iter(states)).value if len(states) == 1 else "varying"
-    return tuple(state if isinstance(arg, str) and arg == "auto" else arg for arg in args)
+    return replace(call_of(call.kind, args), src=state).args

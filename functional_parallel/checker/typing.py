@@ -15,14 +15,14 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..collectives import State, Type, dual, result_type
+from ..collectives import CollectiveCall, State, Type, dual, result_type
 from ..errors import CollectiveTypeError, TypingError
 from ..ir import (
     VIEWS,
     Aval,
     casts_are_explicit,
+    collective_call,
     info,
-    named_arguments,
     operands_of,
     primitive_name,
     reached,
@@ -69,8 +69,8 @@ class Typing:
     def _infer(self, node: fx.Node) -> Type:
         if node.target is operator.getitem:
             return _of_gradient(node, type_of(node.args[0]))
-        if (primitive := primitive_name(node)) is not None:
-            return self._primitive(primitive, node)
+        if (call := collective_call(node)) is not None:
+            return self._primitive(call, node)
         if node.target in _OF_THE_SECOND:
             return type_of(node.args[1])
         if node.target is aten.zeros.default and info(node).forward_node is not None:  # a derivative that is 0
@@ -88,12 +88,10 @@ class Typing:
         update_info(node, implicit_cast=mixed and not casts_are_explicit())
         return _of_gradient(node, Type(states))
 
-    def _primitive(self, name: str, node: fx.Node) -> Type:
-        params = named_arguments(node.target, node.args, node.kwargs)
-        operand = type_of(params.pop("x")) if "x" in params else Type()
-        axes = tuple(params.pop("axes"))
+    def _primitive(self, call: CollectiveCall, node: fx.Node) -> Type:
+        operand = Type() if call.operand is None else type_of(call.operand)
         try:
-            return result_type(name, operand, axes, **params)
+            return result_type(call.kind, operand, call.axes, **call.states)
         except CollectiveTypeError as error:
             raise TypingError(f"{_where(node)}: {error}") from None
 

@@ -31,6 +31,7 @@ from .axes import (
     trace_only,
     unhide,
 )
+from .call import COMMUNICATING, OWNED, STARTED, CollectiveCall, call_of
 from .communicator import Communicator, Lane
 from .dim_split import DimSplit
 from .guards import check_callable, check_op

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from . import shapes
 from .axes import axis_size, communicator_for
+from .call import CollectiveCall, attributes, call_of
 from .communicator import Communicator, Lane
 from .types import Param
 
@@ -32,8 +33,8 @@ def primitive_of(op: Target) -> str | None:
 
 
 def _define(schema: str, fake: Callable[..., Tensor], kernel: Callable[..., Tensor] | None = None) -> None:
-    name = schema.split("(")[0]
-    _library.define(schema)
+    name, more = schema.split("(")[0], "".join(f", str {each}={value!r}" for each, value in attributes().items())
+    _library.define(schema.replace(") ->", f", *{more}) ->" if more else ") ->"))
     _library.impl(name, kernel or _carried(name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp::{name}", fake, lib=_library)
     if name != "axis_index":
@@ -46,14 +47,14 @@ def _underivable(name: str) -> Callable[..., Tensor]:
     """Reject a derivative of the raw op. torch would return zero without an error."""
     op = getattr(torch.ops.fp, name).default
 
-    def kernel(keyset: torch._C.DispatchKeySet, x: Tensor, *params: Param) -> Tensor:
+    def kernel(keyset: torch._C.DispatchKeySet, x: Tensor, *params: Param, **sent: str) -> Tensor:
         if (x.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(x).tangent is not None:
             raise TypeError(
                 f"torch.ops.fp.{name} is a node of a traced program and has no derivative; call fp.{name}, "
                 f"or to interpret a traced graph, collectives.apply_primitive({name!r}, ...)"
             )
         with torch._C._AutoDispatchBelowAutograd():
-            result: Tensor = op.redispatch(keyset & torch._C._after_autograd_keyset, x, *params)
+            result: Tensor = op.redispatch(keyset & torch._C._after_autograd_keyset, x, *params, **sent)
             return result
 
     return kernel
@@ -62,7 +63,7 @@ def _underivable(name: str) -> Callable[..., Tensor]:
 def _unbatchable(name: str) -> Callable[..., Tensor]:
     """Reject vmap of the raw op. torch's fallback would run one collective per entry, in an arbitrary order."""
 
-    def kernel(*_: Tensor | Sequence[str] | Param) -> Tensor:
+    def kernel(*_: Tensor | Sequence[str] | Param, **__: str) -> Tensor:
         raise TypeError(
             f"torch.ops.fp.{name} is a node of a traced program and has no vmap rule; call fp.{name}, "
             f"or to interpret a traced graph, collectives.apply_primitive({name!r}, ...)"
@@ -74,21 +75,22 @@ def _unbatchable(name: str) -> Callable[..., Tensor]:
 def _carried(name: str) -> Callable[..., Tensor]:
     """Return the kernel of an op `name(x, axes, *params)` that calls the communicator's method of that name."""
 
-    def kernel(x: Tensor, axes: Sequence[str], *params: Param) -> Tensor:
-        if axis_size(axes) == 1:
-            return _identity(name, x, params)
-        values = [param for param in params if not isinstance(param, str)]  # without states
-        carried: Tensor = getattr(_carrier(name, axes), name)(x, tuple(axes), *values)
+    def kernel(*args: Tensor | Sequence[str] | Param, **_: str) -> Tensor:
+        call = call_of(name, args)
+        if axis_size(call.axes) == 1:
+            return _identity(call)
+        carried: Tensor = getattr(_carrier(name, call.axes), name)(call.operand, call.axes, **call.routing)
         return carried.contiguous()
 
     return kernel
 
 
-def _identity(name: str, x: Tensor, params: Sequence[Param]) -> Tensor:
-    """Result of a collective over one rank: a copy of `x`, or zeros for a permutation without pairs."""
-    if name == "ppermute" and not params[0]:
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    return x.clone(memory_format=torch.contiguous_format)
+def _identity(call: CollectiveCall) -> Tensor:
+    """Result of a collective over one rank: a copy of its operand, or zeros for a permutation without pairs."""
+    if call.kind == "ppermute" and not call.pairs:
+        return torch.zeros_like(call.operand, memory_format=torch.contiguous_format)
+    copy: Tensor = call.operand.clone(memory_format=torch.contiguous_format)
+    return copy
 
 
 def _carrier(name: str, axes: Sequence[str]) -> Communicator:
@@ -98,42 +100,42 @@ def _carrier(name: str, axes: Sequence[str]) -> Communicator:
     return carrier
 
 
-def _same_shape(x: Tensor, axes: Sequence[str], *params: Param) -> Tensor:
+def _same_shape(x: Tensor, axes: Sequence[str], *params: Param, **_: str) -> Tensor:
     axis_size(axes)
     return x.new_empty(x.shape)
 
 
 def _chunk(name: str) -> Callable[..., Tensor]:
-    return lambda x, axes, dim, *_: x.new_empty(shapes.chunk_shape(name, x.shape, dim, axes))
+    return lambda x, axes, dim, *_, **__: x.new_empty(shapes.chunk_shape(name, x.shape, dim, axes))
 
 
 def _gathered(name: str) -> Callable[..., Tensor]:
-    return lambda x, axes, dim, *_: x.new_empty(shapes.gathered_shape(name, x.shape, dim, axes))
+    return lambda x, axes, dim, *_, **__: x.new_empty(shapes.gathered_shape(name, x.shape, dim, axes))
 
 
-def _exchanged(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim: int) -> Tensor:
+def _exchanged(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim: int, **_: str) -> Tensor:
     shape = shapes.chunk_shape("all_to_all", x.shape, split_dim, axes)
     return x.new_empty(shapes.gathered_shape("all_to_all", shape, concat_dim, axes))
 
 
-def _pscatter(x: Tensor, axes: Sequence[str], dim: int) -> Tensor:
+def _pscatter(x: Tensor, axes: Sequence[str], dim: int, **_: str) -> Tensor:
     chunk = shapes.chunk_shape("pscatter", x.shape, dim, axes)[dim]
     index = 0 if axis_size(axes) == 1 else _carrier("pscatter", axes).axis_index(tuple(axes))
     return x.narrow(dim, index * chunk, chunk).clone(memory_format=torch.contiguous_format)
 
 
-def _pcast(x: Tensor, axes: Sequence[str], src: str, dst: str) -> Tensor:
+def _pcast(x: Tensor, axes: Sequence[str], src: str, dst: str, **_: str) -> Tensor:
     """Copy `x`. If the result shared memory with its operand, an in-place op could change the operand."""
     axis_size(axes)
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _axis_index(axes: Sequence[str]) -> Tensor:
+def _axis_index(axes: Sequence[str], **_: str) -> Tensor:
     index = 0 if axis_size(axes) == 1 else _carrier("axis_index", axes).axis_index(tuple(axes))
     return torch.tensor(index, device="cpu")
 
 
-def _fake_axis_index(axes: Sequence[str]) -> Tensor:
+def _fake_axis_index(axes: Sequence[str], **_: str) -> Tensor:
     axis_size(axes)
     return torch.empty((), dtype=torch.int64, device="cpu")
 

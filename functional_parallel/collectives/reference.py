@@ -16,18 +16,18 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from .types import Param
+from .call import CollectiveCall
 
 Values = Sequence[Tensor]
 
 
-def apply_reference(operation: str, values: Values, *params: Param) -> list[Tensor]:
-    """Apply a primitive to the operand of every rank. Arguments that are states do not change values, and are ignored.
+def apply_reference(call: CollectiveCall, values: Values) -> list[Tensor]:
+    """Apply a primitive to the operand of every rank.
 
-    >>> apply_reference("psum", [torch.tensor(1), torch.tensor(2)], "varying")
+    >>> apply_reference(CollectiveCall("psum", None, ("i",), src="varying"), [torch.tensor(1), torch.tensor(2)])
     [tensor(3), tensor(3)]
     """
-    return _OPERATIONS[operation](values, *(param for param in params if not isinstance(param, str)))
+    return _OPERATIONS[call.kind](values, **call.routing)
 
 
 def psum(values: Values) -> list[Tensor]:
@@ -88,7 +88,7 @@ _FUNCTIONS: tuple[Callable[..., list[Tensor]], ...] = (
 )
 _OPERATIONS: dict[str, Callable[..., list[Tensor]]] = {
     **{each.__name__: each for each in _FUNCTIONS},
-    "broadcast": pbroadcast,
+    "broadcast": lambda values, owner: pbroadcast(values, owner),
     "scatter": lambda values, dim, owner: list(values[owner].chunk(len(values), dim)),
     "gather": lambda values, dim, owner: all_gather(values, dim),  # of which only the owner reads the result
     "reduce": lambda values, owner: psum(values),

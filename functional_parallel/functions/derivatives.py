@@ -25,7 +25,7 @@ from .. import _torch
 from ..checker import Typing, type_of
 from ..collectives import dims_of_leaves, dual, pvary
 from ..collectives import vmap as _vmap
-from ..ir import hollow, info, is_trained, primitive_name, update_info
+from ..ir import first_operand, hollow, info, is_trained, primitive_name, update_info
 from ..tracing import Recorder, recorder
 from .forward_first import filled, forward_first
 from .keywords import copy_signature
@@ -324,7 +324,7 @@ def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Se
         if is_unused:
             update_info(active.node_of(_torch.unwrap(gradient)), type=dual(type_of(node)))
         while primitive_name(node) == "pcast" or node.target is torch.ops.aten._to_copy.default:
-            node = node.args[0]
+            node = first_operand(node)
         update_info(node, trained=info(node).trained or not is_unused)
 
 

@@ -10,6 +10,9 @@ from .graph import (
     Kwargs,
     Traced,
     argument,
+    change_call,
+    collective_call,
+    first_operand,
     forget_rewrites,
     getitem,
     implied_source,
@@ -19,11 +22,12 @@ from .graph import (
     reached,
     source_of,
     tensor_operands,
+    the_call,
     topological_order,
     walk_args,
     where,
 )
-from .info import NodeInfo, forget_info, info, set_info, update_info
+from .info import NodeInfo, Role, forget_info, info, set_info, update_info
 from .out_of_place import declares_writes, out_of_place, write_by_copies
 from .recorded import before_launches, is_recording, recording
 from .residuals import forward_nodes, residuals

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from ..collectives import apply_primitive, primitive_of
+from ..collectives import apply_primitive, call_of, primitive_of
 from ..errors import CustomFunctionError
 from .graph import Args, Kwargs
 from .info import info
@@ -35,8 +35,8 @@ def eval_node(target: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argumen
     if primitive == "axis_index":
         return target(*args)
     if primitive is not None:
-        x, axes, *params = args
-        return apply_primitive(primitive, x, axes, *params)
+        call = call_of(primitive, args)
+        return apply_primitive(primitive, call.operand, call.axes, *call.params)
     if isinstance(target, torch._ops.OpOverload) and not _torch.has_derivative(target):
         _refuse_derivative(target, args, kwargs)
     return _torch.under_transforms(target)(*args, **kwargs)

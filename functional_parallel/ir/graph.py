@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.node import Argument, Target
 
 from .. import _torch
-from ..collectives import primitive_of
+from ..collectives import CollectiveCall, call_of, primitive_of
 from .info import NodeInfo, info, set_info, update_info
 from .source import Source
 
@@ -72,6 +72,10 @@ class Traced:
         set_info(node, known)
         return node
 
+    def emit(self, call: CollectiveCall, known: NodeInfo) -> fx.Node:
+        """Add a collective at the insertion point of the graph, with the facts about it."""
+        return self.call(call.target, call.args, known, call.kwargs)
+
     def replace(self, node: fx.Node, by: fx.Node) -> None:
         """Replace `node` by another value, also in the outputs, and erase `node`."""
         # References from outside the graph's edges, such as of a backward op to its forward, read `replaced_by`.
@@ -103,6 +107,32 @@ def forget_rewrites(graph: fx.Graph) -> None:
 def primitive_name(node: fx.Node) -> str | None:
     """Return `"psum"` for a node that calls `torch.ops.fp.psum`. None for an op that is not a primitive."""
     return primitive_of(node.target)
+
+
+def collective_call(node: fx.Node, *kinds: str) -> CollectiveCall | None:
+    """Return the call of a node that is a primitive, of one of these kinds if any are given. None for another op."""
+    kind = primitive_name(node)
+    if kind is None or (kinds and kind not in kinds):
+        return None
+    return call_of(kind, node.args, node.kwargs)
+
+
+def the_call(node: fx.Node) -> CollectiveCall:
+    """Return the call of a node that is known to be a primitive."""
+    call = collective_call(node)
+    assert call is not None, f"{node.target} is not a collective"
+    return call
+
+
+def change_call(node: fx.Node, **changes: Any) -> None:
+    """Change arguments of a collective in place."""
+    call = replace(the_call(node), **changes)
+    node.args, node.kwargs = call.args, call.kwargs
+
+
+def first_operand(node: fx.Node) -> fx.Node:
+    """Return what an op with one operand reads: a cast, a view or a collective."""
+    return operands_of(node)[0]
 
 
 def source_of(node: fx.Node) -> Source | None:

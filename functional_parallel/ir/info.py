@@ -6,6 +6,7 @@ The value is stored under one key of `node.meta`. Copies of a node share it, so 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from torch import fx
@@ -17,6 +18,14 @@ from .aval import Aval
 from .source import Source
 
 _KEY = "info"
+
+
+class Role(Enum):
+    """What a collective, a cast or a view moves."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"  # of a parameter
+    NEW_PARAMETER = "new parameter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +51,9 @@ class NodeInfo:
     is_state: bool = False  # whether the input belongs to the state that a step returns updated
     donated: bool = False  # whether the program may overwrite the memory of the input
     updated_output: int | None = None  # for an input, the number of the output with its new value
-    parameters: tuple[str, ...] = ()  # for a collective of parameters or of their gradients, their paths
-    used_at: Source | None = None  # for such a collective, the line of the model that uses the parameter
+    role: Role | None = None  # what the op moves, if it is a parameter or of one
+    parameters: tuple[str, ...] = ()  # for an op with a role, the paths of the parameters
+    used_at: Source | None = None  # for an op with a role, the line of the model that uses the parameter
     trained: bool | None = None  # whether a gradient reaches the parameter. None if no gradient was requested
 
     @property

@@ -46,7 +46,6 @@ class Source:
     function: str  # that contains the line
     text: str
     region: str | None = None  # name of the call of an `fp.recompute` or checkpointed function that contains the op
-    casts_parameters: bool = False  # whether it is an initial cast of `fp.mixed_precision`, or a transpose of one
     implied: bool = field(default=False, compare=False)  # whether the library emitted the op for the line
     stage: int = field(default=0, compare=False)  # number of earlier `fp.stage_boundary` calls of the model
 

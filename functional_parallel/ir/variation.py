@@ -6,26 +6,20 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from .graph import Traced, operands_of, primitive_name
+from .graph import Traced, collective_call, operands_of
 
 AxisSet = frozenset[str]
 
-# return one value to all ranks, or all of what one rank returns; return different values
+# they return one value to all ranks, or all of what one rank returns
 _EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather", "broadcast", "gather", "reduce")
-_SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute", "scatter")
 
 
 def varied_axes(node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
     """Return the axes along which the result of an op varies."""
     union: AxisSet = frozenset().union(*operands)
-    name = primitive_name(node)
-    if name == "axis_index":
-        return frozenset(node.args[0])
-    if name in _EQUALISING:
-        return union - frozenset(node.args[1])
-    if name in _SPREADING:
-        return union | frozenset(node.args[1])
-    return union
+    if (call := collective_call(node)) is None or call.kind == "pcast":
+        return union
+    return union - set(call.axes) if call.kind in _EQUALISING else union | set(call.axes)
 
 
 def axes_of_nodes(traced: Traced, inputs: Mapping[fx.Node, AxisSet]) -> dict[fx.Node, AxisSet]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import optree
 import torch
+from torch import fx
 
 from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 
@@ -20,7 +21,7 @@ from ..ir import Traced, forget_rewrites, hollow, info, refuse_abstract, update_
 from ..ops import refuse_idle
 from ..passes import Options, Settings, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram, pipeline_of
-from ..program import Program, Watch, keep_phases, label_traffic, require_capturable
+from ..program import Program, RoleFinder, Watch, keep_phases, require_capturable
 from ..requests import owners_of, requested_passes
 from ..tracing import (
     Assumption,
@@ -181,11 +182,12 @@ def _trace_step(
     virtual = None if pipeline is None else pipeline.virtual
     settings = Settings(wide, splits, virtual, requested_passes(layout), options)
     flat = _Flat(local, resolved, args, out_specs, name)
-    traced, types, assumptions = _traced(flat, mesh, settings, layout)
+    roles = RoleFinder()
+    traced, types, assumptions = _traced(flat, mesh, settings, layout, roles)
     why = valueless(traced)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
     _mark_inputs(traced, flat, paths, options.donate)
-    label_traffic(traced)
+    roles.record(traced)
     keep_phases(traced)
     shapes = optree.tree_map(hollow, args)
     program = Program(
@@ -246,7 +248,9 @@ def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
     return [values[index] for index in chosen]
 
 
-def _traced(flat: _Flat, mesh: Mesh, settings: Settings, layout: Layout) -> tuple[Traced, list[Type], list[Assumption]]:
+def _traced(
+    flat: _Flat, mesh: Mesh, settings: Settings, layout: Layout, roles: RoleFinder
+) -> tuple[Traced, list[Type], list[Assumption]]:
     wide, splits = settings.mesh, settings.splits
 
     def checked(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -263,7 +267,13 @@ def _traced(flat: _Flat, mesh: Mesh, settings: Settings, layout: Layout) -> tupl
         collect_assumptions() as assumptions,
     ):
         assume(autocast_dtypes)
-        traced = trace(checked, avals, types=types, on_node=Typing(wide.shape), paths=flat.in_paths)
+        typing = Typing(wide.shape)
+
+        def on_node(node: fx.Node) -> None:
+            typing(node)
+            roles(node)
+
+        traced = trace(checked, avals, types=types, on_node=on_node, paths=flat.in_paths)
     warn_of_equal_copies(traced, wide.shape)
     return traced, [type_of(output) for output in traced.outputs], assumptions
 

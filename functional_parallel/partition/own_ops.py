@@ -13,6 +13,7 @@ import torch
 
 from ..checker import DECLARED
 from ..collectives import mesh_axis_size
+from ..ir import the_call
 from ..ops import CONSTRAIN, OUTPUTS
 from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, ndim_of, rule, whole_along
 
@@ -20,12 +21,12 @@ ops = torch.ops.fp
 
 
 def _other_size(step: OpContext) -> int:
-    return math.prod(mesh_axis_size(str(name)) for name in step.node.args[1])
+    return math.prod(map(mesh_axis_size, the_call(step.node).axes))
 
 
 def _decide_gather(step: OpContext) -> OpSharding:
     """Decide for `all_gather`: the ranks of the other axis become the outermost factor of the dim."""
-    place, dim = step.operands[0].place, step.node.args[2]
+    place, dim = step.operands[0].place, the_call(step.node).dim
     if isinstance(place, Shard) and place.dim == dim:
         return OpSharding((place,), (Shard(dim, place.outer * _other_size(step)),))
     return OpSharding((place,), (place,))
@@ -33,7 +34,7 @@ def _decide_gather(step: OpContext) -> OpSharding:
 
 def _decide_scatter(step: OpContext) -> OpSharding:
     """Decide for a scatter, which slices the outermost factor of the dim. A split inside that factor survives."""
-    place, dim = step.operands[0].place, step.node.args[2]
+    place, dim = step.operands[0].place, the_call(step.node).dim
     if isinstance(place, Shard) and place.dim == dim:
         outer, rest = divmod(place.outer, _other_size(step))
         return OpSharding((REPLICATED,), (REPLICATED,)) if rest else OpSharding((place,), (Shard(dim, outer),))
@@ -45,7 +46,7 @@ rule([*(op.default for op in _ELEMENTWISE), DECLARED, OUTPUTS], Rule("~... -> ..
 rule([ops.pmax.default, ops.pmin.default], Rule("... -> ..."))
 rule([ops.all_gather.default, ops.gather.default], Rule(decide=_decide_gather))
 rule([ops.psum_scatter.default, ops.pscatter.default, ops.scatter.default], Rule(decide=_decide_scatter))
-rule([ops.all_to_all.default], Rule(lambda node: whole_along(*node.args[2:4], ndim=ndim_of(node))))
+rule([ops.all_to_all.default], Rule(lambda node: whole_along(*the_call(node).dims, ndim=ndim_of(node))))
 rule([ops.axis_index.default], Rule(decide=lambda step: OpSharding((), (REPLICATED,))))
 
 

@@ -16,7 +16,7 @@ from .in_place import InPlaceUpdates
 from .microbatches.rounds import MicrobatchRounds, names_axis
 from .microbatches.split import microbatch_splits, shard_aval
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
-from .microbatches.unroll import combine_op, microbatch_dim, with_dim_size, with_global_size
+from .microbatches.unroll import bounds_of_part, combine_op, microbatch_dim, with_dim_size, with_global_size
 from .options import Options, pass_names
 from .reduce_types import ReduceDtype
 from .reductions import EarlyReductions

@@ -17,11 +17,23 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..collectives import Type
-from ..ir import REARRANGEMENTS, Args, Aval, NodeInfo, Traced, info, operands_of, primitive_name, update_info
+from ..collectives import CollectiveCall
+from ..ir import (
+    Args,
+    Aval,
+    Role,
+    Traced,
+    collective_call,
+    first_operand,
+    info,
+    operands_of,
+    primitive_name,
+    the_call,
+)
 from ..ops import PACK, UNPACK
 from .base import Phase, ProgramPass, Scope, Settings
 from .gathers import layer_of_gather
+from .swap import is_view
 
 aten = torch.ops.aten
 
@@ -58,7 +70,7 @@ class Buckets(ProgramPass):
             if node in following or _is_alias_of_waiting(node, open_):
                 continue
             key = _key(node)
-            computes = key is None and not _is_view_or_cast(node)
+            computes = key is None and not is_view(node)
             for other, bucket in list(open_.items()):
                 asked = any(operand in bucket.waiting for operand in operands_of(node))
                 if asked or (computes and bucket.is_of_a_layer):
@@ -75,20 +87,20 @@ class Buckets(ProgramPass):
 
 def _auto_size(traced: Traced) -> int:
     """Bucket size for "auto": a quarter of the bytes of all gradients, at least 1 MiB and at most 25 MiB."""
-    sums = [node for node in traced.nodes if _is_of_gradient(node)]
+    sums = [node for node in traced.nodes if _sum_of_gradient(node)]
     following = {each for node in sums for each in _following(node)}
-    gradients = [info(node.args[0]).aval.nbytes for node in sums if node not in following]
+    gradients = [info(first_operand(node)).nbytes for node in sums if node not in following]
     return min(max(sum(gradients) // _BUCKETS, _LEAST), _MOST)
 
 
-def _is_of_gradient(node: fx.Node) -> bool:
-    return primitive_name(node) in ("psum", "psum_scatter") and info(node.args[0]).backward
+def _sum_of_gradient(node: fx.Node) -> CollectiveCall | None:
+    return collective_call(node, "psum", "psum_scatter") if info(node).role is Role.GRADIENT else None
 
 
 def _following(node: fx.Node) -> list[fx.Node]:
     """Return the chain of sums over other axes that follows the sum of a gradient, if each is the only user."""
     found: list[fx.Node] = []
-    while _is_of_gradient(node) and len(node.users) == 1:
+    while _sum_of_gradient(node) and len(node.users) == 1:
         (node,) = node.users
         if primitive_name(node) != "psum":
             break
@@ -98,31 +110,18 @@ def _following(node: fx.Node) -> list[fx.Node]:
 
 def _key(node: fx.Node) -> Hashable | None:
     """Key that collectives must share to be merged; None for a collective that is not merged."""
-    name = primitive_name(node)
-    gradient = _is_of_gradient(node)
-    parameter = name == "all_gather" and (_comes_from_parameter(node) or _is_only_returned(node))
-    if not (gradient or parameter):
+    known = info(node)
+    gathers = known.role in (Role.PARAMETER, Role.NEW_PARAMETER)
+    call = collective_call(node, "all_gather") if gathers else _sum_of_gradient(node)
+    if call is None:
         return None
-    aval = info(node.args[0]).aval
-    states = tuple(arg for arg in node.args[2:] if isinstance(arg, str))
-    layer = layer_of_gather(node) if parameter and not _is_only_returned(node) else None
-    return (name, tuple(node.args[1]), states, aval.dtype, aval.device, layer, info(node).no_grad)
+    layer = layer_of_gather(node) if known.role is Role.PARAMETER else None
+    return (_of_bucket(call), known.aval.dtype, known.aval.device, known.role, layer, known.no_grad)
 
 
-def _is_view_or_cast(node: fx.Node) -> bool:
-    return primitive_name(node) == "pcast" or node.target in REARRANGEMENTS
-
-
-def _comes_from_parameter(gather: fx.Node) -> bool:
-    node = gather.args[0]
-    while node.op == "call_function" and len(operands_of(node)) == 1:
-        node = operands_of(node)[0]
-    return bool(node.op == "placeholder")
-
-
-def _is_only_returned(gather: fx.Node) -> bool:
-    """Whether only the program's outputs read a gather: an optimizer has updated shards of a parameter."""
-    return all(user.op == "output" for user in gather.users)
+def _of_bucket(call: CollectiveCall, packed: fx.Node | None = None) -> CollectiveCall:
+    """Return the call for a packed operand, which is flat."""
+    return replace(call.with_dims(lambda dim: 0), operand=packed)
 
 
 def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
@@ -130,10 +129,10 @@ def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
 
     It must run after the bucket is sent. Linear layers transpose parameters and gradients in this way.
     """
-    if not _is_view_or_cast(node):
+    if not is_view(node):
         return False
     for bucket in open_.values():
-        if node.args[0] in bucket.waiting:
+        if first_operand(node) in bucket.waiting:
             bucket.waiting.add(node)
             bucket.aliases.append(node)
             return True
@@ -151,34 +150,35 @@ class _Bucket:
     @property
     def is_of_a_layer(self) -> bool:
         """Whether it gathers parameters of a layer. Such gathers precede their use and are sent at their position."""
-        first = self.members[0]
-        return primitive_name(first) == "all_gather" and not _is_only_returned(first)
+        return info(self.members[0]).role is Role.PARAMETER
 
     def add(self, node: fx.Node) -> list[fx.Node]:
         """Add a collective. Return the sums over other axes that follow it; they are merged and sent afterwards."""
         self.members.append(node)
         self.following[node] = _following(node)
         self.waiting.update((node, *self.following[node]))
-        self.bytes += info(node.args[0]).aval.nbytes
+        self.bytes += info(first_operand(node)).nbytes
         return self.following[node]
 
     def send(self, traced: Traced, mesh: Mesh, before: fx.Node) -> None:
         """Replace the members by one collective, and their results by slices of its result."""
         if len(self.members) < 2:
             return
-        kind, axes = primitive_name(self.members[0]), tuple(self.members[0].args[1])
-        ranks = mesh.axis_size(axes)
+        call = the_call(self.members[0])
+        kind, ranks = call.kind, mesh.axis_size(call.axes)
         groups = self._groups()
         self.members = [member for group in groups for member in group]
         with traced.graph.inserting_before(before):
-            whole = self._collective(traced, str(kind), axes, ranks)
+            whole = self._collective(traced, call, ranks)
             offset = 0
             for group in groups:
                 sent, begin = self._sums_over_further_axes(traced, group, whole, offset)
                 for member in group:
-                    shape = list(info(member.args[0] if kind == "all_gather" else member).aval.shape)  # of one rank
+                    shape = list(
+                        info(first_operand(member) if kind == "all_gather" else member).aval.shape
+                    )  # of one rank
                     last = [member, *self.following[member]][-1]
-                    part = _part(traced, last, sent, str(kind), ranks, offset - begin, shape)
+                    part = _part(traced, last, sent, kind, ranks, offset - begin, shape)
                     last.replace_all_uses_with(part)
                     traced.outputs = [part if output is last else output for output in traced.outputs]
                     for each in reversed([member, *self.following[member]]):
@@ -191,7 +191,7 @@ class _Bucket:
         """Group the members by the other axes that they are summed over; each group is contiguous in the bucket."""
         found: dict[Hashable, list[fx.Node]] = {}
         for member in self.members:
-            key = tuple((tuple(each.args[1]), *each.args[2:]) for each in self.following[member])
+            key = tuple(replace(the_call(each), operand=None) for each in self.following[member])
             found.setdefault(key, []).append(member)
         return list(found.values())
 
@@ -207,25 +207,21 @@ class _Bucket:
         if length < aval.numel:
             sent = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), group[0], own)
         for each in following:
-            sent = _write(traced, each.target, (sent, *each.args[1:]), each, own)
+            sent = traced.emit(replace(the_call(each), operand=sent), replace(info(each), val=own))
         return sent, offset
 
-    def _collective(self, traced: Traced, kind: str, axes: tuple[str, ...], ranks: int) -> fx.Node:
-        first = self.members[0]
-        parts = ranks if kind == "psum_scatter" else 1
-        values = [member.args[0] for member in self.members]
+    def _collective(self, traced: Traced, call: CollectiveCall, ranks: int) -> fx.Node:
+        first, calls = self.members[0], [the_call(member) for member in self.members]
+        parts = ranks if call.kind == "psum_scatter" else 1
+        values = [each.operand for each in calls]
         aval = info(values[0]).aval
         total = sum(info(value).aval.numel for value in values)
-        dims = [member.args[2] if kind == "psum_scatter" else 0 for member in self.members]
+        dims = [each.dim if call.kind == "psum_scatter" else 0 for each in calls]
         packed = _write(traced, PACK, (values, parts, dims), values[0], replace(aval, shape=(total,)))
-        states = [arg for arg in first.args[2:] if isinstance(arg, str)]
-        size = {"psum": total, "psum_scatter": total // ranks, "all_gather": total * ranks}[kind]
-        where = [] if kind == "psum" else [0]
-        args = (packed, list(axes), *where, *states)
-        sent = _write(traced, first.target, args, first, replace(aval, shape=(size,)))
+        size = {"psum": total, "psum_scatter": total // ranks, "all_gather": total * ranks}[call.kind]
         paths = dict.fromkeys(path for member in self.members for path in info(member).parameters)
-        update_info(sent, parameters=tuple(paths), used_at=info(first).used_at)
-        return sent
+        known = replace(info(first), val=replace(aval, shape=(size,)), parameters=tuple(paths))
+        return traced.emit(_of_bucket(call, packed), known)
 
 
 def _part(
@@ -233,13 +229,11 @@ def _part(
 ) -> fx.Node:
     aval, length = info(member).aval, torch.Size(shape).numel()
     if kind == "all_gather":
-        return _write(traced, UNPACK, (sent, ranks, offset, shape, member.args[2]), member, aval)
+        return _write(traced, UNPACK, (sent, ranks, offset, shape, the_call(member).dim), member, aval)
     own = replace(aval, shape=(length,))
     piece = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), member, own)
     return _write(traced, aten.view.default, (piece, list(aval.shape)), member, aval)
 
 
 def _write(traced: Traced, target: fx.node.Target, args: Args, like: fx.Node, val: Aval) -> fx.Node:
-    known = info(like)
-    kept = NodeInfo(val, known.source, known.type or Type(), known.backward, known.no_grad, phase=known.phase)
-    return traced.call(target, args, kept)
+    return traced.call(target, args, replace(info(like), val=val))

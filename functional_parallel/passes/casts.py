@@ -13,13 +13,11 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name, update_info
+from ..ir import Traced, change_call, first_operand, info, primitive_name, update_info
 from .base import Phase, ProgramPass
-from .swap import REARRANGED, is_cast
+from .swap import is_cast, is_view
 
 aten = torch.ops.aten
-
-_VIEWS = REARRANGED | {aten.detach.default}
 
 
 @dataclass(frozen=True)
@@ -34,34 +32,30 @@ class CastBeforeGather(ProgramPass):
         for node in reversed(list(traced.nodes)):  # of two gathers in a row the later one first
             if primitive_name(node) != "all_gather" or info(node).aval.dtype.itemsize <= self.dtype.itemsize:
                 continue
-            uses = [user for each in _views(node) for user in each.users if not _is_view(user)]
+            uses = [user for each in _views(node) for user in each.users if not is_view(user)]
             narrowing = [use for use in uses if is_cast(use) and info(use).aval.dtype == self.dtype]
             if uses and len(narrowing) == len(uses) and not any(output in _views(node) for output in traced.outputs):
                 self._swap(traced, node, narrowing)
 
     def _swap(self, traced: Traced, gather: fx.Node, casts: list[fx.Node]) -> None:
-        operand = gather.args[0]
+        operand = first_operand(gather)
         with traced.graph.inserting_before(gather):
             aval = replace(info(operand).aval, dtype=self.dtype)
             known = replace(info(casts[0]), type=info(operand).type, val=aval)
             moved = traced.call(aten._to_copy.default, (operand,), known, {"dtype": self.dtype})
         for node in _views(gather):
             update_info(node, val=replace(info(node).aval, dtype=self.dtype))
-        gather.args = (moved, *gather.args[1:])
+        change_call(gather, operand=moved)
         for cast in casts:
             cast.replace_all_uses_with(cast.args[0])
             traced.outputs = [cast.args[0] if output is cast else output for output in traced.outputs]
             traced.graph.erase_node(cast)
 
 
-def _is_view(node: fx.Node) -> bool:
-    return node.target in _VIEWS or primitive_name(node) == "pcast"
-
-
 def _views(node: fx.Node) -> list[fx.Node]:
     found = [node]
     for each in found:
-        found += [user for user in each.users if _is_view(user)]
+        found += [user for user in each.users if is_view(user)]
     return found
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, forward_nodes, operands_of, primitive_name
+from ..ir import Traced, collective_call, forward_nodes, operands_of
 from ..program import view_base
 from .base import Phase, ProgramPass
 from .layer_index import made_of_parameters
@@ -33,7 +33,8 @@ class GatherAgain(ProgramPass):
         forward = forward_nodes(traced)
         weights, gathered = made_of_parameters(forward), set[fx.Node]()
         for node in forward:
-            is_gather = primitive_name(node) == "all_gather" and self.axis in node.args[1] and node not in weights
+            call = collective_call(node, "all_gather")
+            is_gather = call is not None and self.axis in call.axes and node not in weights
             if is_gather or (view_base(node) is not None and not gathered.isdisjoint(operands_of(node))):
                 gathered.add(node)
         insert_recompute(traced, gathered)

@@ -18,16 +18,14 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..collectives import MICROBATCH
-from ..ir import Traced, forward_nodes, info, operands_of, primitive_name
+from ..collectives import MICROBATCH, CollectiveCall
+from ..ir import Role, Traced, collective_call, first_operand, forward_nodes, info, walk_args
 from .base import Phase, ProgramPass
 from .layer_index import is_numbered, layer_of_path
 from .recompute import insert_recompute
-from .swap import REARRANGED
+from .swap import is_cast, is_view
 
 aten = torch.ops.aten
-
-_RESHAPED = REARRANGED | {aten.expand.default, aten._to_copy.default, aten.detach.default}
 
 
 @dataclass(frozen=True)
@@ -59,21 +57,14 @@ class GatherPlacement(ProgramPass):
 
         Gathers over other axes belong to them if they read the result of one, unless those axes are in `kept`.
         """
-        stored = set(traced.inputs)  # and values computed from one parameter alone
         found: set[fx.Node] = set()
         for node in forward_nodes(traced):
-            operand = next(iter(operands_of(node)), None)
-            if _is_gather(node):
-                own = self.axis in node.args[1] and operand in stored
-                if own or (operand in found and self.kept.isdisjoint(node.args[1])):
+            if call := _gather(node):
+                follows = first_operand(node) in found and self.kept.isdisjoint(call.axes)
+                if self.axis in call.axes or follows:
                     found.update([node, *_computed_before(node)])
-                elif operand in stored:
-                    stored.add(node)
-            elif _is_view(node):
-                if operand in found:
-                    found.add(node)
-                elif operand in stored:
-                    stored.add(node)
+            elif _is_view(node) and first_operand(node) in found:
+                found.add(node)
         return found
 
 
@@ -84,7 +75,7 @@ class Placement:
         self.prefetch = prefetch
         self.ordered = list(traced.graph.nodes)
         self.position = {node: index for index, node in enumerate(self.ordered)}  # before any op is moved
-        found = [n for n in traced.nodes if _is_gather(n) and axis in n.args[1] and stored_input(n) is not None]
+        found = [node for node in traced.nodes if (call := _gather(node)) and axis in call.axes]
         self.gathers = sorted((self._uses(gather)[0], gather) for gather in found)  # by position of the first use
         self.moved = {gather: self._with_views(gather) for gather in found}  # and what moves along
         self.is_moved = {node for before, after in self.moved.values() for node in (*before, *after)}
@@ -144,7 +135,7 @@ class Placement:
         found, pending = [], [gather]
         while pending:
             for user in pending.pop().users:
-                if _is_view(user) or _is_gather(user):
+                if _is_view(user) or _gather(user):
                     pending.append(user)
                 else:
                     found.append(self.position[user])
@@ -153,13 +144,13 @@ class Placement:
     def _next_gather(self, gather: fx.Node) -> int:
         """Return the position of the first gather over another axis that reads a gather's result."""
         users = [user for node in (gather, *self.moved[gather][1]) for user in node.users]
-        return min((self.position[user] for user in users if _is_gather(user)), default=len(self.ordered) - 1)
+        return min((self.position[user] for user in users if _gather(user)), default=len(self.ordered) - 1)
 
     def _with_views(self, gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return a gather with the values before it that only it reads, and views and casts of its result, in order."""
         before = [gather]
-        while before[0].args[0].op == "call_function" and len(before[0].args[0].users) == 1:
-            before.insert(0, before[0].args[0])
+        while (value := first_operand(before[0])).op == "call_function" and len(value.users) == 1:
+            before.insert(0, value)
         after = [gather]
         for node in after:
             after += [user for user in node.users if _is_view(user)]
@@ -170,40 +161,33 @@ def _recipe(gather: fx.Node) -> Hashable:
     """Key that is equal for two gathers with the same result: the parameter and the ops on it."""
     ops, node = [], gather
     while node.op == "call_function":
-        ops.append((node.target, repr(node.args[1:]), repr(node.kwargs)))
-        node = node.args[0]
+        others = walk_args((node.args, node.kwargs), lambda each: None if isinstance(each, fx.Node) else each)
+        ops.append((node.target, repr(others)))
+        node = first_operand(node)
     return node, *ops
 
 
-def _is_gather(node: fx.Node) -> bool:
-    """Return whether a node gathers over axes of the mesh. Microbatches are gathered once, from all of them."""
-    return primitive_name(node) == "all_gather" and MICROBATCH not in node.args[1]
+def _gather(node: fx.Node) -> CollectiveCall | None:
+    """Return the gather of a parameter over axes of the mesh. Microbatches are gathered once, from all of them."""
+    call = collective_call(node, "all_gather") if info(node).role is Role.PARAMETER else None
+    return call if call is not None and MICROBATCH not in call.axes else None
 
 
 def _is_view(node: fx.Node) -> bool:
-    return node.target in _RESHAPED or primitive_name(node) == "pcast"
+    return is_view(node) or is_cast(node) or node.target is aten.expand.default
 
 
 def _computed_before(gather: fx.Node) -> list[fx.Node]:
     """Return casts and views of a parameter before its gather. They are recomputed with it, so that they can move."""
     found: list[fx.Node] = []
-    node = gather.args[0]
-    while node.op == "call_function" and not _is_gather(node):
+    node = first_operand(gather)
+    while node.op == "call_function" and not _gather(node):
         found.append(node)
-        node = node.args[0]
+        node = first_operand(node)
     return found
-
-
-def stored_input(gather: fx.Node) -> fx.Node | None:
-    """Return the parameter that a gather reads, through casts, views and gathers over other axes."""
-    node = gather.args[0]
-    while node.op == "call_function" and (_is_view(node) or _is_gather(node)):
-        node = node.args[0]
-    return node if node.op == "placeholder" and info(node).is_parameter else None
 
 
 def layer_of_gather(gather: fx.Node) -> str:
     """Layer of the parameter that `gather` gathers. Parameters outside numbered layers belong to one layer named ""."""
-    node = stored_input(gather)
-    layer = "" if node is None else layer_of_path(info(node).path)
+    layer = layer_of_path(f"0/{info(gather).parameters[0]}")  # the parameters are the first argument
     return layer if is_numbered(layer) else ""

@@ -16,7 +16,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, operands_of, primitive_name
+from ..ir import Traced, first_operand, info, operands_of, primitive_name
 from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, UNPACK, UNPACK_INTO
 from ..program import aliases_of, shares_memory, storage_root
 from .base import Phase, ProgramPass, Scope, Settings
@@ -79,7 +79,7 @@ def _dies_at(update: fx.Node, value: fx.Node, position: dict[fx.Node, int], outp
 def _is_whole(value: fx.Node, root: fx.Node) -> bool:
     """Whether a value is not a view: an input, a result, or a collective's result computed from one of them."""
     while value is not root and (primitive_name(value) is not None or value.target is operator.getitem):
-        value = value.args[0]
+        value = first_operand(value)
     return value is root
 
 
@@ -88,8 +88,8 @@ def _key(update: fx.Node) -> Hashable:
     aval = info(update.args[0]).aval
     root = update.args[1]
     while root.op == "call_function" and primitive_name(root) is None and shares_memory(root):
-        root = root.args[0]
-    source = root if primitive_name(root) is not None and root.args[0].target is PACK else None
+        root = first_operand(root)
+    source = root if primitive_name(root) is not None and first_operand(root).target is PACK else None
     type_, stops = info(update.args[0]).type, info(update).no_grad
     return (*update.args[4:], aval.dtype, aval.device, type_, stops, source)
 

@@ -17,7 +17,17 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import MICROBATCH
-from ..ir import Traced, info, primitive_name, update_info
+from ..ir import (
+    Role,
+    Traced,
+    change_call,
+    collective_call,
+    first_operand,
+    info,
+    operands_of,
+    primitive_name,
+    update_info,
+)
 from .base import Phase, ProgramPass
 from .swap import commutes_with_sum, is_cast
 
@@ -68,10 +78,10 @@ class ReduceDtype(ProgramPass):
 
     def _narrow(self, traced: Traced, total: fx.Node) -> fx.Node:
         """Cast the operand of a sum to the narrow dtype, and cast its result back."""
-        operand, wide = total.args[0], info(total).aval
+        operand, wide = first_operand(total), info(total).aval
         with traced.graph.inserting_before(total):
             narrow = _source_of_cast(operand, self.dtype) or _to(traced, operand, self.dtype, operand)
-        total.args = (narrow, *total.args[1:])
+        change_call(total, operand=narrow)
         with traced.graph.inserting_after(total):
             result = _to(traced, total, wide.dtype, total)
         update_info(total, val=replace(wide, dtype=self.dtype))
@@ -82,9 +92,8 @@ class ReduceDtype(ProgramPass):
 
 def _widens_a_gradient(node: fx.Node) -> bool:
     """Whether a node is the transpose of the cast of a parameter."""
-    source = info(node).source
-    is_ours = is_cast(node) and info(node).backward and source is not None and source.casts_parameters
-    return is_ours and info(node.args[0]).aval.dtype.itemsize < info(node).aval.dtype.itemsize
+    is_ours = is_cast(node) and info(node).backward and info(node).role is Role.GRADIENT
+    return is_ours and info(first_operand(node)).aval.dtype.itemsize < info(node).aval.dtype.itemsize
 
 
 def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:
@@ -117,14 +126,13 @@ def _chain(cast: fx.Node) -> list[fx.Node]:
 
 
 def _is_sum_over_ranks(node: fx.Node) -> bool:
-    return primitive_name(node) in _SUMS and tuple(node.args[1]) != (MICROBATCH,)
+    call = collective_call(node, *_SUMS)
+    return call is not None and call.axes != (MICROBATCH,)
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
     """Return the operands of a linear op, which are gradients."""
-    if node.target in _JOINS:
-        return list(node.args[0])
-    return list(node.args[: 2 if _is_sum_of_two(node) else 1])
+    return operands_of(node) if node.target in _JOINS or _is_sum_of_two(node) else [first_operand(node)]
 
 
 def _is_linear(node: fx.Node) -> bool:

@@ -13,8 +13,9 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name
+from ..ir import Role, Traced, collective_call, first_operand, info
 from .base import Phase, ProgramPass, Scope
+from .swap import commutes_with_sum, is_cast
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ class EarlyReductions(ProgramPass):
     def run(self, traced: Traced, mesh: Mesh) -> None:
         first = list(traced.inputs)  # followed by the sums of inputs that are gradients
         for node in list(traced.nodes):
-            if primitive_name(node) not in ("psum", "psum_scatter", "reduce") or not info(node.args[0]).backward:
+            call = collective_call(node, "psum", "psum_scatter", "reduce")
+            if call is None or not (info(call.operand).backward or info(node).role is Role.GRADIENT):
                 continue
-            gradient, chain = _cast_on_the_way(node)
+            gradient, chain = _moved_on_the_way(node)
             if gradient.op == "get_attr":
                 continue
             ready = first[-1] if gradient.op == "placeholder" else gradient
@@ -41,9 +43,9 @@ class EarlyReductions(ProgramPass):
                 first.append(node)
 
 
-def _cast_on_the_way(total: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Return the gradient that is summed, and the ops from it to its sum."""
+def _moved_on_the_way(total: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Return the gradient that is summed, and the ops from it to its sum: casts, views and padding."""
     chain = [total]
-    while primitive_name(chain[0].args[0]) == "pcast":
-        chain.insert(0, chain[0].args[0])
-    return chain[0].args[0], chain
+    while commutes_with_sum(gradient := first_operand(chain[0])) or is_cast(gradient):
+        chain.insert(0, gradient)
+    return gradient, chain

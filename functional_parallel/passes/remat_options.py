@@ -19,8 +19,9 @@ from torch import fx
 
 from sharding_specs import Mesh
 
+from ..collectives import COMMUNICATING
 from ..ir import Traced, forward_nodes, info, operands_of, primitive_name, residuals
-from ..program import COMMUNICATING, flops
+from ..program import flops
 from .layer_index import LayerIndex, made_of_parameters
 from .lifetimes import Lifetimes, LifetimeSummary
 from .remat import attention_cores, recomputable

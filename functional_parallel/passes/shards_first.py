@@ -15,7 +15,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name, update_info
+from ..ir import Traced, collective_call, info, the_call, update_info
 from .base import Phase, ProgramPass
 from .swap import move_before_sums
 
@@ -34,24 +34,18 @@ class ReduceScatterFirst(ProgramPass):
             moved = any([self._let_pass(traced, mesh, node) for node in list(traced.nodes)])
 
     def _let_pass(self, traced: Traced, mesh: Mesh, reduction: fx.Node) -> bool:
-        name = primitive_name(reduction)
-        if name not in ("psum", "psum_scatter") or not self._is_ours(reduction):
+        call = collective_call(reduction, "psum", "psum_scatter")
+        if call is None or not set(call.axes) <= set(self.axes):
             return False
+        inner = min(map(mesh.axis_names.index, call.axes))
 
         def is_passed(node: fx.Node) -> bool:
-            if not (self._is_ours(node) and info(node).backward):
+            axes = the_call(node).axes
+            if not (set(axes) <= set(self.axes) and info(node).backward):
                 return False
-            return name == "psum_scatter" or _is_inside(reduction, node, mesh)
+            return call.kind == "psum_scatter" or inner > max(map(mesh.axis_names.index, axes))
 
         ahead = move_before_sums(traced, reduction, is_passed)
         for node in ahead:  # the reduce-scatter of an optimizer joins the backward
             update_info(node, backward=True)
         return bool(ahead)
-
-    def _is_ours(self, node: fx.Node) -> bool:
-        return set(node.args[1]).issubset(self.axes)
-
-
-def _is_inside(node: fx.Node, other: fx.Node, mesh: Mesh) -> bool:
-    """Whether the axes of one reduction are inner to those of another."""
-    return min(map(mesh.axis_names.index, node.args[1])) > max(map(mesh.axis_names.index, other.args[1]))

@@ -18,7 +18,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name, simplify
+from ..ir import Traced, collective_call, first_operand, info, operands_of, simplify
 from .base import Phase, ProgramPass, Settings
 
 aten = torch.ops.aten
@@ -84,12 +84,12 @@ class _Fold:
             return args[0] if args[3] % args[1][0] == index else _ZERO
         if target is aten.add.Tensor and not stacked.kwargs:
             return self._sum(stacked, [self.layer(each, index) for each in args if isinstance(each, fx.Node)])
-        if not args or not isinstance(args[0], fx.Node) or not self._is_each_layer_alone(stacked):
+        if not operands_of(stacked) or not self._is_each_layer_alone(stacked):
             return None
-        operand = self.layer(args[0], index)
+        operand = self.layer(first_operand(stacked), index)
         if operand is None or operand is _ZERO:
             return operand
-        return self._write(stacked, (operand, *_without_first_dim(stacked)))
+        return self._write(stacked, _on_one_layer(stacked, operand))
 
     def _is_each_layer_alone(self, node: fx.Node) -> bool:
         """Whether the op applies the same computation to every layer separately."""
@@ -98,8 +98,8 @@ class _Fold:
             return True
         if target in (aten.slice.Tensor, aten.constant_pad_nd.default):
             return _dims_of(node) > 0
-        name = primitive_name(node)
-        return name in ("pcast", "psum") or (name in ("all_gather", "psum_scatter", "pscatter") and node.args[2] > 0)
+        call = collective_call(node, "pcast", "psum", "all_gather", "psum_scatter", "pscatter")
+        return call is not None and 0 not in call.dims
 
     def _sum(self, stacked: fx.Node, parts: list[fx.Node | _Zero | None]) -> fx.Node | _Zero | None:
         if len(parts) != 2 or any(part is None for part in parts):
@@ -142,11 +142,11 @@ def _dims_of(node: fx.Node) -> int:
     return info(node).aval.ndim - padded
 
 
-def _without_first_dim(node: fx.Node) -> tuple[Any, ...]:
-    """Return the op's other arguments for an operand without its first dim."""
+def _on_one_layer(node: fx.Node, operand: fx.Node) -> tuple[Any, ...]:
+    """Return the op's arguments for an operand without the first dim."""
+    if call := collective_call(node):
+        return replace(call, operand=operand).with_dims(lambda dim: dim - 1).args
     rest = list(node.args[1:])
     if node.target is aten.slice.Tensor:
         rest[0] -= 1
-    elif primitive_name(node) in ("all_gather", "psum_scatter", "pscatter"):
-        rest[1] -= 1
-    return tuple(rest)
+    return (operand, *rest)

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
 
-from ..ir import REARRANGEMENTS, Traced, info, primitive_name, update_info
+from ..ir import (
+    REARRANGEMENTS,
+    Traced,
+    change_call,
+    collective_call,
+    first_operand,
+    info,
+    operands_of,
+    primitive_name,
+    the_call,
+    update_info,
+)
 
 aten = torch.ops.aten
 
 # `select` takes one layer of a stack, which the passes keep apart from the stack; `expand` would send more bytes
-REARRANGED = REARRANGEMENTS | {aten.slice.Tensor, aten.alias.default}
-_LINEAR = REARRANGED | {aten.slice_backward.default, aten.constant_pad_nd.default}  # they move elements, or add zeros
+_REARRANGED = REARRANGEMENTS | {aten.slice.Tensor, aten.alias.default, aten.detach.default}
+_FILLED = {aten.slice_backward.default, aten.constant_pad_nd.default}  # they move elements, and add zeros
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an op moves elements of one value, or casts its type over an axis."""
+    return node.target in _REARRANGED or primitive_name(node) == "pcast"
 
 
 def commutes_with_sum(node: fx.Node) -> bool:
-    """Whether an op commutes with a sum over ranks or microbatches; casts of a value's type over an axis do."""
-    return node.target in _LINEAR or primitive_name(node) == "pcast"
+    """Whether an op commutes with a sum over ranks or microbatches."""
+    return is_view(node) or node.target in _FILLED
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -60,7 +77,7 @@ def _sums_before(
     """Return the psums that a reduction is computed from, and the ops between; empty if it has other operands."""
     sums: list[fx.Node] = []
     path: list[fx.Node] = []
-    pending = [reduction.args[0]]
+    pending = [first_operand(reduction)]
     for node in pending:
         if node.op != "call_function" or len(node.users) > 1:
             return [], []
@@ -69,28 +86,30 @@ def _sums_before(
             continue
         path.append(node)
         if node.target is aten.cat.default:  # concatenated gradients
-            pending += node.args[0]
+            pending += operands_of(node)
         elif commutes_with_sum(node) or through(node):
-            pending.append(node.args[0])
+            pending.append(first_operand(node))
         else:
             return [], []
-    alike = len({(tuple(node.args[1]), *node.args[2:], info(node.args[0]).type) for node in sums}) == 1
-    casts = {axis for node in path if primitive_name(node) == "pcast" for axis in node.args[1]}
-    return (sums, path) if alike and not casts.intersection(sums[0].args[1]) else ([], [])
+    calls = [the_call(node) for node in sums]
+    alike = len({(replace(call, operand=None), info(call.operand).type) for call in calls}) == 1
+    casts = {axis for node in path if (call := collective_call(node, "pcast")) for axis in call.axes}
+    return (sums, path) if alike and casts.isdisjoint(calls[0].axes) else ([], [])
 
 
 def _swap(traced: Traced, sums: list[fx.Node], ahead: list[fx.Node]) -> None:
     """Keep one of several sums, after the ops of `ahead`. The last of these is the reduction."""
-    reduction, axes, last = ahead[-1], tuple(sums[0].args[1]), sums[0]
-    state = info(last.args[0]).typed[axes[0]]
+    reduction, last = ahead[-1], sums[0]
+    call = the_call(last)
+    state = info(call.operand).typed[call.axes[0]]
     for node in sums:
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(first_operand(node))
     for node in sums[1:]:
         traced.graph.erase_node(node)
     reduction.append(last)
     reduction.replace_all_uses_with(last)
     traced.outputs = [last if output is reduction else output for output in traced.outputs]
-    last.args = (reduction, *last.args[1:])
+    change_call(last, operand=reduction)
     update_info(last, val=info(reduction).val, type=info(reduction).type)
     for node in ahead:
-        update_info(node, type=info(node).typed.having(axes, state))
+        update_info(node, type=info(node).typed.having(call.axes, state))

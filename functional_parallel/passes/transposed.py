@@ -15,7 +15,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name, update_info
+from ..ir import Traced, collective_call, first_operand, info, operands_of, primitive_name, update_info
 from .base import Phase, ProgramPass
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def _can_turn(node: fx.Node, outputs: list[object]) -> bool:
             for index, each in enumerate(node.args)
         )
     is_through = primitive_name(node) in ("pcast", "psum", "psum_scatter") or node.target is aten._to_copy.default
-    return is_through and _can_turn(node.args[0], outputs)
+    return is_through and _can_turn(first_operand(node), outputs)
 
 
 def _turn(traced: Traced, node: fx.Node) -> None:
@@ -77,11 +77,10 @@ def _turn(traced: Traced, node: fx.Node) -> None:
             a, b = (_turned(traced, each) for each in node.args)
         node.args = (b, a)
         return
-    for each in node.args:
-        if isinstance(each, fx.Node):
-            _turn(traced, each)
-    if primitive_name(node) == "psum_scatter":
-        node.args = (*node.args[:2], 1 - node.args[2], *node.args[3:])
+    for each in operands_of(node):
+        _turn(traced, each)
+    if call := collective_call(node):
+        node.args = call.with_dims(lambda dim: 1 - dim).args
 
 
 def _turned(traced: Traced, node: fx.Node) -> fx.Node:

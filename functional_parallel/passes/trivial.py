@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, primitive_name
+from ..ir import Traced, collective_call, info
 from .base import Phase, ProgramPass, Unit
 
 _REDUCTIONS = ("psum", "pmax", "pmin")
@@ -32,26 +31,16 @@ class AxesOfOneRank(ProgramPass):
 def _drop(traced: Traced, mesh: Mesh, pipelined: str | None) -> None:
     """Remove collectives in place, except sums over the microbatches of a pipeline, which mark its end."""
     for node in list(traced.nodes):
-        name = primitive_name(node)
-        if name is None or name == "ppermute":  # a ppermute that sends nothing returns zeros
+        call = collective_call(node)
+        if call is None or call.kind == "ppermute":  # a ppermute that sends nothing returns zeros
             continue
-        if name == "axis_index":
-            _drop_index(node, mesh)
+        if mesh.axis_size(call.axes) > 1 or (call.kind in _REDUCTIONS and pipelined in call.axes):
             continue
-        if mesh.axis_size(node.args[1]) > 1:
-            continue
-        if name in _REDUCTIONS and pipelined in node.args[1]:
-            continue
-        operand = node.args[0]
-        assert isinstance(operand, fx.Node)
-        if info(node).no_grad:  # a derivative stops there
-            node.target, node.args = torch.ops.aten.alias.default, (operand,)
+        if call.kind == "axis_index":
+            aval = info(node).aval
+            node.target, node.args = torch.ops.aten.zeros.default, (list(aval.shape),)
+            node.kwargs = {"dtype": aval.dtype, "device": aval.device}
+        elif info(node).no_grad:  # a derivative stops there
+            node.target, node.args = torch.ops.aten.alias.default, (call.operand,)
         else:
-            traced.replace(node, operand)
-
-
-def _drop_index(node: fx.Node, mesh: Mesh) -> None:
-    if mesh.axis_size(node.args[0]) == 1:
-        aval = info(node).aval
-        node.target, node.args = torch.ops.aten.zeros.default, (list(aval.shape),)
-        node.kwargs = {"dtype": aval.dtype, "device": aval.device}
+            traced.replace(node, call.operand)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ..ir import Aval, Traced, info, operands_of
+from ..ir import Aval, Traced, first_operand, info, operands_of
 from ..program import view_base
 from .roles import OpRole, OpRoles
 
@@ -46,7 +46,7 @@ def _of_backward(node: fx.Node, roles: OpRoles, stage: dict[fx.Node, int], last:
 
 def _view_where_used(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) -> None:
     """Move views to the stages that use them. The base is sent once, instead of every view of it."""
-    kept = {*traced.outputs, *(total.args[0] for total in roles.totals)}
+    kept = {*traced.outputs, *map(first_operand, roles.totals)}
     for node in reversed(list(traced.nodes)):
         if node not in stage or node in kept or info(node).recomputed or not _is_whole_view(node):
             continue

@@ -12,7 +12,7 @@ from sharding_specs import Mesh
 from ..collectives import DimSplit
 from ..errors import PipelineError
 from ..functions import Layout, Request
-from ..ir import info, operands_of, reached, source_of
+from ..ir import first_operand, info, operands_of, reached, source_of
 from ..passes import Settings, StagedOps, Unit, microbatch_dim
 from ..program import Program
 from ..schedules import Schedule
@@ -202,7 +202,7 @@ class _PipelineBuilder:
         return ()
 
     def _ranks_of_total(self, total: fx.Node) -> list[int]:
-        return self._ranks_of_stage(self.builder.stage[total.args[0]])
+        return self._ranks_of_stage(self.builder.stage[first_operand(total)])
 
     def _ranks_of_stage(self, stage: int) -> list[int]:
         depth = self.schedule.depth

@@ -11,7 +11,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives import DimSplit
-from ..ir import Traced, info, operands_of, topological_order, update_info
+from ..ir import Traced, first_operand, info, operands_of, the_call, topological_order, update_info
 from ..passes import combine_op, microbatch_dim, with_dim_size, with_global_size
 from ..program import Program
 from .extract import Extractor
@@ -109,7 +109,7 @@ class EpilogueGraph:
 
     def _multiple(self, node: fx.Node) -> fx.Node:
         """Write a sum with the same summand from every microbatch, added in the same order as other sums."""
-        total = part = self._value(node.args[0])
+        total = part = self._value(first_operand(node))
         for _ in range(1, self.parts.ranks):
             total = self._call(aten.add.Tensor, (total, part), node)
         return total
@@ -117,7 +117,8 @@ class EpilogueGraph:
     def _total(self, node: fx.Node) -> fx.Node:
         combine = combine_op(node, self.roles.axis)
         if combine is None:
-            return self._side_by_side(node.args[0], node.args[2], node, DimSplit.of(self.parts.ranks))
+            call = the_call(node)
+            return self._side_by_side(call.operand, call.dims[0], node, DimSplit.of(self.parts.ranks))
         spec = self.whole.spec(node)
         total, *parts = (self._placeholder(EpilogueInput("total", node, i), spec) for i in range(self.chains))
         for part in parts:

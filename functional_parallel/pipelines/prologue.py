@@ -11,8 +11,17 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives import DimSplit
-from ..ir import Traced, info, operands_of, primitive_name, topological_order, update_info
-from ..passes import combine_op, microbatch_dim, names_axis, with_global_size
+from ..ir import (
+    Traced,
+    first_operand,
+    info,
+    operands_of,
+    primitive_name,
+    the_call,
+    topological_order,
+    update_info,
+)
+from ..passes import bounds_of_part, combine_op, microbatch_dim, names_axis, with_global_size
 from ..program import Program
 from .extract import Extractor
 from .roles import OpRoles
@@ -67,7 +76,7 @@ class PrologueBuilder:
     def _needed(self, key: PrologueOutput) -> list[PrologueOutput]:
         node, microbatch = key
         if self.roles.rounds.is_barrier(node):
-            return [self._key(node.args[0], each) for each in self.parts]
+            return [self._key(first_operand(node), each) for each in self.parts]
         return [self._key(operand, microbatch) for operand in operands_of(node)]
 
     def _write_value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
@@ -81,30 +90,29 @@ class PrologueBuilder:
             dim = self._dim(node)
             bounds = self.parts.held(microbatch, info(node).aval.shape[dim])
             return self._call(aten.slice.Tensor, (self._made[node, None], dim, *bounds), node)
-        name = primitive_name(node)
-        if name == "axis_index" and names_axis(node, self.roles.axis):
+        kind = primitive_name(node) if names_axis(node, self.roles.axis) else None
+        if kind == "axis_index":
             constant = f"microbatch_{microbatch}"
             self.new.constants[constant] = torch.tensor(microbatch, device="cpu")
             return self.extractor.with_info_of(node, self.new.graph.get_attr(constant))
-        if name == "pscatter" and names_axis(node, self.roles.axis):
-            return self._part(self.value(node.args[0], None), node.args[2], node, microbatch)
+        if kind == "pscatter":
+            return self._part(self.value(first_operand(node), None), node, microbatch)
         return self._copy(node, microbatch)
 
     def _joined(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         """Write a collective over all microbatches, such as a sum, and return its result."""
-        parts = [self.value(node.args[0], each) for each in self.parts]
+        parts = [self.value(first_operand(node), each) for each in self.parts]
         combine = combine_op(node, self.roles.axis)
         if combine is None:
-            return self._call(aten.cat.default, (parts, node.args[2]), node)
+            return self._call(aten.cat.default, (parts, the_call(node).dim), node)
         total = parts[0]
         for part in parts[1:]:
             total = self._call(combine, (total, part), node)
             update_info(total, val=info(part).val)
-        return total if microbatch is None else self._part(total, node.args[2], node, microbatch)
+        return total if microbatch is None else self._part(total, node, microbatch)
 
-    def _part(self, whole: fx.Node, dim: int, node: fx.Node, microbatch: int) -> fx.Node:
-        length = info(node).aval.shape[dim]
-        return self._call(aten.slice.Tensor, (whole, dim, microbatch * length, (microbatch + 1) * length), node)
+    def _part(self, whole: fx.Node, node: fx.Node, microbatch: int) -> fx.Node:
+        return self._call(aten.slice.Tensor, (whole, *bounds_of_part(node, microbatch)), node)
 
     def _copy(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         copy = self.new.graph.node_copy(node, lambda operand: self.value(operand, microbatch))

@@ -24,7 +24,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..errors import PipelineError
-from ..ir import Traced, info, operands_of, primitive_name, reached, source_of
+from ..ir import Traced, first_operand, info, operands_of, primitive_name, reached, source_of
 from ..passes import MicrobatchRounds, names_axis
 from ..program import view_base
 from ..rules import lookup
@@ -83,10 +83,10 @@ class OpRoles:
 
     def _role(self, node: fx.Node, operands: list[fx.Node], barrier: bool) -> OpRole:
         in_last_round = self.rounds.of[node] >= self.rounds.last
-        if barrier and node in self.backward and primitive_name(node) == "psum" and node.args[0] not in self.varying:
+        if barrier and node in self.backward and primitive_name(node) == "psum" and operands[0] not in self.varying:
             return OpRole.AFTER  # every microbatch adds the same summand, as in the bias gradient of a linear function
         if barrier:
-            made = node.args[0] in self.varying and node.args[0].op != "placeholder"  # not a step input
+            made = operands[0] in self.varying and operands[0].op != "placeholder"  # not a step input
             return OpRole.TOTAL if in_last_round and made else OpRole.EARLY
         if node not in self.varying:
             after = any(self.of.get(operand) in (OpRole.TOTAL, OpRole.AFTER) for operand in operands)
@@ -98,7 +98,9 @@ class OpRoles:
     def _check_early(self) -> None:
         early = [node for node, role in self.of.items() if role is OpRole.EARLY and node in self.on_parameters]
         # A slice of a value that is computed once per step does not wait for other microbatches.
-        found = [n for n in early if primitive_name(n) != "pscatter" or self.of.get(n.args[0]) is not OpRole.ONCE]
+        found = [
+            n for n in early if primitive_name(n) != "pscatter" or self.of.get(first_operand(n)) is not OpRole.ONCE
+        ]
         if not found:
             return
         barrier = next((node for node in found if self.rounds.is_barrier(node)), found[-1])

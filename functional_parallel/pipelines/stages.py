@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..errors import PipelineError
-from ..ir import Aval, info, operands_of, primitive_name, reached
+from ..ir import Aval, collective_call, first_operand, info, operands_of, reached
 from ..passes import combine_op
 from .extract import Extractor, Subprogram
 from .roles import OpRole, OpRoles, is_view
@@ -80,19 +80,20 @@ class StageBuilder:
         outputs = {
             node for node in self.roles.traced.outputs if isinstance(node, fx.Node) and node in self.roles.varying
         }
-        gathered = {node.args[0] for node in self.roles.totals if primitive_name(node) == "all_gather"}
+        gathered = {call.operand for node in self.roles.totals if (call := collective_call(node, "all_gather"))}
         return outputs | gathered
 
     def _place_the_rest(self) -> None:
         """Assign summands and collected values without a stage to the last stage: only one stage may compute them."""
-        for node in (*(total.args[0] for total in self.roles.totals), *self.collected):
+        for node in (*map(first_operand, self.roles.totals), *self.collected):
             if node.op == "call_function":
                 self.stage.setdefault(node, self.count - 1)
 
     def summed(self, index: int, kind: str) -> list[tuple[fx.Node, fx.Node]]:
         """Return the sums over microbatches that a stage's work adds to, each with its summand."""
-        found = [(total, total.args[0]) for total in self.roles.totals if total.args[0] not in self.collected]
-        return [(t, v) for t, v in found if self.stage.get(v) == index and self._kind(v) == kind]
+        found = zip(self.roles.totals, map(first_operand, self.roles.totals), strict=True)
+        own = [(total, value) for total, value in found if value not in self.collected]
+        return [(total, value) for total, value in own if self.stage.get(value) == index and self._kind(value) == kind]
 
     def _kind(self, node: fx.Node) -> str:
         if node not in self.roles.backward:

@@ -12,15 +12,15 @@ from .aliasing import (
     view_base,
 )
 from .base import BaseProgram
-from .collectives import COMMUNICATING, OWNED, Collective, bytes_of, collectives_of, counts_of, keep_phases
+from .collectives import Collective, bytes_of, collectives_of, counts_of, keep_phases
 from .explain import Explanation, columns, parse_bytes, readable_bytes
 from .extra_memory import ExtraMemory
 from .hardware import HARDWARE, Hardware, Line, hardware_of
 from .host import HostOp, require_capturable
 from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, kind_of_input, memory_of
-from .overlap import STARTED, one_scatter_at_a_time, overlapped
+from .overlap import is_started, one_scatter_at_a_time, overlapped
 from .pass_table import PassTable, Watch
 from .price import Item, Price, price_of
 from .program import Program, has_owner
-from .traffic import label_traffic
+from .purpose import RoleFinder
 from .work import flops, recompute_cost

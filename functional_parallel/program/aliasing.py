@@ -10,7 +10,7 @@ import operator
 import torch
 from torch import fx
 
-from ..ir import Traced, info, operands_of, primitive_name
+from ..ir import Traced, first_operand, info, operands_of, primitive_name
 from ..ops import PACK, UNPACK_INTO
 
 aten = torch.ops.aten
@@ -29,10 +29,8 @@ def shares_memory(node: fx.Node) -> bool:
 
 def view_base(node: fx.Node) -> fx.Node | None:
     """Return the operand whose storage the op's result shares, or None."""
-    if node.target is operator.getitem:
-        return node.args[0]
-    if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE:
-        return node.args[0]
+    if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE or node.target is operator.getitem:
+        return first_operand(node)
     schema = getattr(node.target, "_schema", None)
     if schema is None or not any(result.alias_info is not None for result in schema.returns):
         return None
@@ -121,9 +119,9 @@ def may_stay_in_place(part: fx.Node) -> bool:
     This holds if no user keeps the memory. Each user computes new values from it, or writes values into it that are
     only sent. An update is in place only if the parameter is donated (`passes/in_place.py`).
     """
-    whole = part.args[0]
+    whole = first_operand(part)
     while primitive_name(whole) == "pcast":
-        whole = whole.args[0]
+        whole = first_operand(whole)
     return bool(info(whole).is_parameter) and all(_is_done_with(part, user) for user in part.users)
 
 

@@ -15,23 +15,17 @@ The table gives the bytes that one rank sends in a ring. S is the size of the fu
 
 from __future__ import annotations
 
-import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Aval, Source, Traced, info, primitive_name, update_info
-
-OWNED = ("broadcast", "scatter", "gather", "reduce")  # to or from a value that one rank holds
-COMMUNICATING = (
-    *("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast"),
-    *OWNED,
-)
+from ..collectives import COMMUNICATING, CollectiveCall
+from ..ir import Aval, Source, Traced, collective_call, info, update_info
 
 
 @dataclass(frozen=True)
@@ -82,29 +76,25 @@ def keep_phases(traced: Traced) -> None:
 
 def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collective | None:
     """Return the collective of an op, over the axes of more than one rank. None without such axes or for another op."""
-    name = primitive_name(node)
-    if name is None:
+    call = collective_call(node)
+    axes = tuple(axis for axis in call.axes if mesh.axis_size(axis) > 1) if call else ()
+    if call is None or not axes:
         return None
-    x, named, *params = (node, *node.args) if name == "axis_index" else node.args
-    axes = tuple(axis for axis in named if mesh.axis_size(axis) > 1)
-    if not axes:
-        return None
-    operand, result = info(x).aval, info(node).aval
-    size = math.prod(mesh.axis_size(axis) for axis in axes)
-    sent = _bytes(name, operand, result, size, params) if name in COMMUNICATING else 0
     known = info(node)
+    operand, result = info(node if call.operand is None else call.operand).aval, known.aval
+    sent = _bytes(call, operand, result, mesh.axis_size(axes)) if call.kind in COMMUNICATING else 0
     source = known.used_at or known.source
-    return Collective(name, axes, operand, result, sent, source, phase, node, known.parameters)
+    return Collective(call.kind, axes, operand, result, sent, source, phase, node, known.parameters)
 
 
-def _bytes(kind: str, operand: Aval, result: Aval, size: int, params: list[Any]) -> int:
-    if kind == "all_gather":
+def _bytes(call: CollectiveCall, operand: Aval, result: Aval, size: int) -> int:
+    if call.kind == "all_gather":
         return result.nbytes * (size - 1) // size
-    if kind in ("psum_scatter", "all_to_all", "scatter"):
+    if call.kind in ("psum_scatter", "all_to_all", "scatter"):
         return operand.nbytes * (size - 1) // size
-    if kind == "ppermute":
-        return operand.nbytes if any(s != t for s, t in zip(params[0][::2], params[0][1::2], strict=True)) else 0
-    if kind in ("pbroadcast", "broadcast", "gather", "reduce"):
+    if call.pairs is not None:
+        return operand.nbytes if any(map(operator.ne, call.pairs[::2], call.pairs[1::2])) else 0
+    if call.kind in ("pbroadcast", "broadcast", "gather", "reduce"):
         return operand.nbytes
     return 2 * operand.nbytes * (size - 1) // size
 

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir import Traced, info, operands_of, primitive_name, residuals
+from ..ir import Role, Traced, info, operands_of, primitive_name, residuals
 from . import extra_memory
 from .aliasing import mutated_operands, view_base
 from .explain import readable_bytes
 
 aten = torch.ops.aten
 
-_SUMS = ("psum", "psum_scatter", "reduce")
 
 MEMORY_KINDS = ("parameters", "optimizer state", "other inputs", "gathered", "residuals", "gradients", "temporaries")
 
@@ -241,27 +240,19 @@ class StorageTable:
             return kind_of_input(node)
         if primitive_name(node) in ("all_gather", "broadcast"):
             return "gathered"
-        users = [user for user in node.users if user.op == "call_function"]
-        summed = any(primitive_name(user) in _SUMS for value in _with_views(node) for user in value.users)
-        if summed and any(info(_base(operand)).backward for operand in operands_of(node)):
-            return "gradients"  # or several concatenated gradients
+        users = [user for value in _with_views(node) for user in value.users]
+        if any(info(each).role is Role.GRADIENT for each in (node, *users)):
+            return "gradients"
         if not info(node).backward:
             return "residuals" if storage in self._saved else "temporaries"
-        leaves = any(not info(user).backward for user in users) or any(user.op == "output" for user in node.users)
-        return "gradients" if summed or leaves or primitive_name(node) in _SUMS else "temporaries"
+        leaves = any(not info(user).backward for user in node.users)  # also the output
+        return "gradients" if leaves else "temporaries"
 
 
 def kind_of_input(node: fx.Node) -> str:
     if info(node).is_parameter:
         return "parameters"
     return "optimizer state" if info(node).is_state else "other inputs"
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """Return the base of a view, through views of views."""
-    while node.op == "call_function" and (source := view_base(node)) is not None:
-        node = source
-    return node
 
 
 def _with_views(node: fx.Node) -> list[fx.Node]:

@@ -17,11 +17,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from ..ir import Traced, info, operands_of, primitive_name, topological_order
+from sharding_specs import Mesh
+
+from ..collectives import STARTED
+from ..ir import Traced, collective_call, info, operands_of, primitive_name, topological_order
 from ..ops import PACK, UNPACK
 from .aliasing import mutated_operands, shares_memory
 
-STARTED = frozenset({"psum", "psum_scatter", "all_gather", "all_to_all"})  # collectives that run asynchronously
+
+def is_started(node: fx.Node, mesh: Mesh) -> bool:
+    """Whether an op runs asynchronously: a rank starts it, and waits when another op needs the result."""
+    call = collective_call(node, *STARTED)
+    return call is not None and mesh.axis_size(call.axes) > 1
 
 
 def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> list[fx.Node]:

@@ -23,7 +23,7 @@ from .aliasing import readers_before_writes, view_base
 from .collectives import Collective, collective_of, phases_of
 from .explain import columns, readable_bytes
 from .hardware import Hardware
-from .overlap import STARTED, overlapped
+from .overlap import is_started, overlapped
 from .work import bytes_moved, flops
 
 
@@ -251,7 +251,7 @@ class _RankClocks:
         self.underway.append((len(self.items), self.wire))
         source = str(one.source or "")
         self.items.append(Item(one.kind, one.axes, self.phases[node], source, sent=one.bytes, seconds=seconds))
-        if one.kind not in STARTED:
+        if not is_started(node, self.mesh):
             self._wait([node])
 
     def _compute(self, node: fx.Node) -> None:

@@ -9,7 +9,7 @@ from torch import fx
 
 from sharding_specs import Mesh, P
 
-from ..ir import Traced, canonical_lines, operands_of, primitive_name, program_text
+from ..ir import Traced, canonical_lines, collective_call, operands_of, program_text
 from ..ops import attention_notes
 from . import extra_memory
 from .base import BaseProgram
@@ -151,12 +151,10 @@ def _absent_values(traced: Traced, specs: Sequence[P], mesh: Mesh, rank: int) ->
         if any(coordinates[axis] != owner for axis, owner in spec.owner.items())
     }
     for node in traced.nodes:
-        name = primitive_name(node)
-        if name in ("gather", "reduce"):
-            (axis,), owner = node.args[1], node.args[-1 if name == "gather" else 2]
-            is_absent = coordinates[axis] != owner
+        if call := collective_call(node, "gather", "reduce"):
+            is_absent = coordinates[call.axes[0]] != call.owner
         else:
-            is_absent = name not in ("broadcast", "scatter") and not found.isdisjoint(operands_of(node))
+            is_absent = not (collective_call(node, "broadcast", "scatter") or found.isdisjoint(operands_of(node)))
         if is_absent:
             found.add(node)
     return frozenset(found)

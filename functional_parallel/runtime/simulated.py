@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import fx
 from sharding_specs import Mesh, P, shard_leaf, unshard_leaf, whole_shape
 
 from .. import _torch
-from ..collectives import reference
-from ..ir import hollow, operands_of, primitive_name
+from ..collectives import CollectiveCall, reference
+from ..ir import collective_call, hollow, operands_of
 from ..program import Program, mutated_operands
 from .classes import Jobs, RankClasses
 from .execution import CapturedFunction, Log, Origin, Recorded, Writer, with_regions
@@ -135,14 +136,8 @@ class _Lockstep:
         return lambda inputs: [[x[i] for i in pick] for x, pick in zip(run(inputs), picks, strict=True)]
 
     def line(self, node: fx.Node, writer: Writer) -> str:
-        name = primitive_name(node)
-        if name == "axis_index":
-            axes = tuple(node.args[0])
-            return writer.constant(
-                [torch.tensor(self.mesh.axis_index(rank, axes), device="cpu") for rank in self._ranks(node)]
-            )
-        if name is not None:
-            return self._collective(node, name, writer)
+        if (call := collective_call(node)) is not None:
+            return self._collective(node, call, writer)
         operands = operands_of(node)
         ranks = self._ranks(node)
         if len(ranks) == 1:
@@ -168,22 +163,24 @@ class _Lockstep:
     def _ranks(self, node: fx.Node) -> list[int]:
         return self.classes.representatives(self.axes[node])
 
-    def _collective(self, node: fx.Node, name: str, writer: Writer) -> str:
-        operand, axes, *params = node.args
-        axes = tuple(axes)
-        if name == "pcast":
-            return f"[{writer.op(torch.ops.aten.alias.default)}(a) for a in {writer.names[operand]}]"
-        if self.mesh.axis_size(axes) == 1 and name != "ppermute":  # a ppermute that sends nothing gives zeros
-            return f"list({writer.names[operand]})"
-        jobs = self.classes.jobs(axes, self.axes[node], self.axes[operand])
-        perform = functools.partial(_perform, name, tuple(params), jobs, len(self._ranks(node)))
-        return f"{writer.constant(perform)}({writer.names[operand]})"
+    def _collective(self, node: fx.Node, call: CollectiveCall, writer: Writer) -> str:
+        if call.kind == "axis_index":
+            indices = [self.mesh.axis_index(rank, call.axes) for rank in self._ranks(node)]
+            return writer.constant([torch.tensor(index, device="cpu") for index in indices])
+        operand = writer.names[call.operand]
+        if call.kind == "pcast":
+            return f"[{writer.op(torch.ops.aten.alias.default)}(a) for a in {operand}]"
+        if self.mesh.axis_size(call.axes) == 1 and call.kind != "ppermute":  # a ppermute that sends nothing gives zeros
+            return f"list({operand})"
+        jobs = self.classes.jobs(call.axes, self.axes[node], self.axes[call.operand])
+        perform = functools.partial(_perform, replace(call, operand=None), jobs, len(self._ranks(node)))
+        return f"{writer.constant(perform)}({operand})"
 
 
-def _perform(name: str, params: tuple[Any, ...], jobs: Jobs, count: int, x: SimulatedValue) -> SimulatedValue:
+def _perform(call: CollectiveCall, jobs: Jobs, count: int, x: SimulatedValue) -> SimulatedValue:
     results: list[Any] = [None] * count
     for inputs, outputs in jobs:
-        values = reference.apply_reference(name, [x[index] for index in inputs], *params)
+        values = reference.apply_reference(call, [x[index] for index in inputs])
         for member, position in outputs:
             results[position] = values[member]
     return results

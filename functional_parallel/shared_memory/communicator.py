@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..collectives import CollectiveCall
 from ..runtime import ALGORITHM_VARIABLE, Axes, Messages, NamedWait, PendingCollective, ProcessCommunicator
 from .host_group import HostGroup
 from .packed import Operand, to_tensor
@@ -27,26 +27,22 @@ class SharedMemoryCommunicator(ProcessCommunicator):
 
     def start(
         self,
-        name: str,
+        call: CollectiveCall,
         x: Operand,
         *,
-        axes: Axes,
-        params: Sequence[Any] = (),
         overwrite: bool = False,
         where: str = "",
         operation: str = "",
         layout: BucketLayout | None = None,
     ) -> PendingCollective:
         """Start a primitive on a tensor or a bucket. With a layout, the result has the tensors in the full result."""
-        group = self._host_group(axes, where) if x.device.type == "cpu" else None
+        group = self._host_group(call.axes, where) if x.device.type == "cpu" else None
         if group is None or not group.shares_all:
-            started = super().start(
-                name, to_tensor(x), axes=axes, params=params, overwrite=overwrite, where=where, operation=operation
-            )
+            started = super().start(call, to_tensor(x), overwrite=overwrite, where=where, operation=operation)
             return on_result(started, layout)
-        memory, wait = group.memory, self._wait(operation or name, x, axes, where)
+        memory, wait = group.memory, self._wait(operation or call.kind, x, call.axes, where)
         assert memory is not None
-        steps, finish = START[name](memory, x, *params, overwrite=overwrite, layout=layout)
+        steps, finish = START[call.kind](memory, x, **call.routing, overwrite=overwrite, layout=layout)
         return PendingCollective(lambda: memory.run(steps), finish, wait)
 
     def messages(self, axes: Axes, device: torch.device) -> Messages:

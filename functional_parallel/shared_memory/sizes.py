@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from sharding_specs import Mesh
 
-from ..program import OWNED, Collective, ExtraMemory, readable_bytes
+from ..collectives import OWNED
+from ..program import Collective, ExtraMemory, readable_bytes
 from ..runtime import GATHERED
 from .slots import HALF, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..ir import info, primitive_name
+from ..ir import info, tensor_operands, the_call
 from ..ops import PACK, UNPACK, UNPACK_INTO
 from ..program import is_only_use_of_own_memory
 from ..runtime import PendingCollective, RankProgram, Readers, Writer
@@ -49,8 +49,8 @@ class ZeroCopyProgram(RankProgram):
     def operands(self, node: fx.Node) -> list[fx.node.Argument]:
         return [*super().operands(node), *self._overwritten.get(node, ())]
 
-    def start(self, node: fx.Node, name: str) -> Callable[..., PendingCollective]:
-        start, layout = super().start(node, name), self._layouts.get(node)
+    def start(self, node: fx.Node) -> Callable[..., PendingCollective]:
+        start, layout = super().start(node), self._layouts.get(node)
         if layout is None:
             return start
         if not self._overwritten[node]:
@@ -63,11 +63,12 @@ class ZeroCopyProgram(RankProgram):
 
     def _layout(self, node: fx.Node) -> BucketLayout | None:
         """Return the layout of the tensors in the result of `node`, if no op reads the full result. Else None."""
-        if primitive_name(node) == "all_gather" and self._is_only_unpacked(node):
+        call = the_call(node)
+        if call.kind == "all_gather" and self._is_only_unpacked(node):
             unpacked = [user.args[-4:] for user in node.users]
             return BucketLayout(unpacked[0][0], tuple((begin, tuple(shape), dim) for _, begin, shape, dim in unpacked))
-        if primitive_name(node) == "psum" and node.args[0] in self._packed_when_sent:
-            lengths = [info(value).aval.numel for value in node.args[0].args[0]]
+        if call.kind == "psum" and call.operand in self._packed_when_sent:
+            lengths = [info(value).aval.numel for value in tensor_operands(call.operand)]
             ends = itertools.accumulate(lengths)
             stretches = [(node, 0, end - length, end) for length, end in zip(lengths, ends, strict=True)]
             if [(user.target, user.args) for user in node.users] == [(aten.slice.Tensor, each) for each in stretches]:

@@ -197,7 +197,7 @@ def test_every_elementwise_optimizer(name: str) -> None:
 
 
 def test_parameters_of_one_decay_share_a_vector() -> None:
-    train = fp.train_step(loss, OPTIMIZERS["adamw"], Mesh(data=2), FLAT[1])
+    train = fp.train_step(loss, OPTIMIZERS["adamw"], Mesh(data=2), FLAT[1], bucket=None)
     program = train.lower(train.init(network([7, 33, 5])), *data([7, 33, 5], 8))
     assert program.counts()[("psum_scatter", ("data",))] == program.counts()[("all_gather", ("data",))] == 3
 
@@ -276,8 +276,7 @@ def test_gradients_are_named_in_the_memory_of_a_program() -> None:
     params, mesh = [torch.ones(64, 64) for _ in range(8)], Mesh(data=8)
     train = fp.train_step(of_layers, fp.optim.sgd(0.1), mesh, FLAT[1])
     memory = train.lower(train.init(params), torch.ones(8, 64)).memory()
-    assert memory.alive["gradients"] == 4 * 8 * 64 * 64, "the vector; at the peak each of them is there too"
-    assert memory.alive["temporaries"] >= memory.alive["gradients"]
+    assert memory.alive["gradients"] == 2 * 4 * 8 * 64 * 64, "the vector, and each of the gradients that it joins"
 
 
 # -----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.ir import info
-from functional_parallel.passes.gathers import stored_input
 from sharding_specs import Mesh, P
 
 from .networks import SPLIT, batch, integer_loss, parameters
@@ -40,7 +39,7 @@ def square_layers(count: int) -> Any:
     return {"layers": [torch.randn(6, WIDTH // 6, WIDTH, dtype=torch.float64) for _ in range(count)]}
 
 
-def lifetimes(program: Any) -> list[tuple[torch.fx.Node, bool, int, int]]:
+def lifetimes(program: Any) -> list[tuple[tuple[str, ...], bool, int, int]]:
     """Per gather that completes a parameter: the parameter, whether the backward reads it, first and last position."""
     position = {node: index for index, node in enumerate(program.traced.graph.nodes)}
     found = []
@@ -48,7 +47,7 @@ def lifetimes(program: Any) -> list[tuple[torch.fx.Node, bool, int, int]]:
         if "all_gather" not in str(node.target) or any("all_gather" in str(user.target) for user in _readers(node)):
             continue
         last = max(position[user] for user in _readers(node))
-        found.append((stored_input(node), bool(info(node).backward), position[node], last))
+        found.append((info(node).parameters, bool(info(node).backward), position[node], last))
     return found
 
 

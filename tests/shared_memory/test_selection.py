@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from functional_parallel.collectives import CollectiveCall
 from functional_parallel.runtime import ALGORITHM_VARIABLE, ProcessRuntime, communicator
 from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from functional_parallel.runtime.processes.transports import requested_transport
@@ -102,7 +103,7 @@ def in_main_memory_alone(rank: int) -> bool:
     """The backend carries what is not in main memory."""
     carrier = communicator(Mesh(data=2), algorithm="shared")
     with patch.object(ProcessCommunicator, "start", lambda *args, **options: "by the backend"):
-        return carrier.start("psum", torch.ones(2, device="meta"), axes=("data",)) == "by the backend"
+        return carrier.start(CollectiveCall("psum", None, ("data",)), torch.ones(2, device="meta")) == "by the backend"
 
 
 def test_what_is_elsewhere_goes_by_the_backend() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 import functional_parallel as fp
+from functional_parallel.collectives import CollectiveCall
 from functional_parallel.ir import Aval, NodeInfo, Traced, info, set_info
 from functional_parallel.ops.packing import PACK, UNPACK
 from functional_parallel.program import Program
@@ -32,11 +33,13 @@ class Watching:
         self.held: dict[str, set[int]] = {}
         self.most: dict[str, int] = {}
 
-    def start(self, name: str, x: Tensor | LazyBucket, *, layout: BucketLayout | None = None, **_: Any) -> _Held:
-        held = self.held.setdefault(name, set())
-        pending = _Held(lambda: held.discard(id(pending)), lambda: self.result(name, to_tensor(x), layout))
+    def start(
+        self, call: CollectiveCall, x: Tensor | LazyBucket, *, layout: BucketLayout | None = None, **_: Any
+    ) -> _Held:
+        held = self.held.setdefault(call.kind, set())
+        pending = _Held(lambda: held.discard(id(pending)), lambda: self.result(call.kind, to_tensor(x), layout))
         held.add(id(pending))
-        self.most[name] = max(self.most.get(name, 0), len(held))
+        self.most[call.kind] = max(self.most.get(call.kind, 0), len(held))
         return pending
 
     def result(self, name: str, x: Tensor, layout: BucketLayout | None) -> Any:

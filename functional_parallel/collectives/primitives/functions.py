@@ -21,6 +21,7 @@ from ..._torch import InDims, VmapInfo
 from ...errors import CollectiveTypeError, NotDifferentiableError
 from .. import reference
 from ..axes import Environment, restored, snapshot
+from ..call import CollectiveCall, call_of
 from ..types import Param, State
 from .emit import APPLY, apply_primitive
 
@@ -74,9 +75,9 @@ def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor
                 assert x_dim is not None
                 result = APPLY[operation](x.movedim(x_dim, -1), lane, axes, *params)
                 return result, result.ndim - 1
-            values = _values_of_ranks(operation, x, x_dim, info.batch_size, axes, params)
-            results = reference.apply_reference(operation, values, *params)
-            if (leaves or State(params[-1])) in (State.INVARIANT, State.REDUCED, State.OWNED):
+            call = call_of(operation, (x, axes, *params))
+            results = reference.apply_reference(call, _values_of_ranks(call, x_dim, info.batch_size))
+            if (leaves or State(str(call.dst))) in (State.INVARIANT, State.REDUCED, State.OWNED):
                 return results[0], None
             return torch.stack(results), 0
 
@@ -92,26 +93,25 @@ def _no_derivative(operation: str, axes: AxisNames) -> NotDifferentiableError:
     )
 
 
-def _values_of_ranks(
-    operation: str, x: Tensor, dim: int | None, size: int, axes: Sequence[str], params: Sequence[Param]
-) -> list[Tensor]:
+def _values_of_ranks(call: CollectiveCall, dim: int | None, size: int) -> list[Tensor]:
     if dim is not None:
-        _refuse_varying(operation, axes[0], params)
-        return list(x.unbind(dim))
-    if "unreduced" in params and operation != "pcast":
+        _refuse_varying(call)
+        return list(call.operand.unbind(dim))
+    if call.kind != "pcast" and "unreduced" in call.states.values():
+        axis = call.axes[0]
         raise CollectiveTypeError(
-            f"{operation} over axis {axes[0]!r} of partial sums that are the same on all ranks of this vmap level. In "
+            f"{call.kind} over axis {axis!r} of partial sums that are the same on all ranks of this vmap level. In "
             f"a backward this is a Reduced value that was cast as if it were Invariant; say what it is: "
-            f"fp.pcast(x, {axes[0]!r}, to='varying', src='reduced')"
+            f"fp.pcast(x, {axis!r}, to='varying', src='reduced')"
         )
-    return [x] * size
+    return [call.operand] * size
 
 
-def _refuse_varying(operation: str, axis: str, params: Sequence[Any]) -> None:
+def _refuse_varying(call: CollectiveCall) -> None:
     """Raise for a varying operand that must be Invariant. A gradient after a forgotten pvary is also caught here."""
-    casts_an_invariant = operation == "pcast" and source_of_cast(*params) == "invariant"
-    if operation == "pscatter" or casts_an_invariant:
-        what = f"pcast to {params[1]}" if casts_an_invariant else "pscatter"
+    casts_an_invariant = call.kind == "pcast" and source_of_cast(str(call.src), str(call.dst)) == "invariant"
+    if call.kind == "pscatter" or casts_an_invariant:
+        axis, what = call.axes[0], f"pcast to {call.dst}" if casts_an_invariant else "pscatter"
         raise CollectiveTypeError(
             f"{what} over axis {axis!r}: the operand varies along this vmap level, but must be the same on all its "
             f"ranks. In a backward this is the gradient of an Invariant value that met a Varying one; write "

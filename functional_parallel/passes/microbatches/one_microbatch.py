@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from sharding_specs import P
 
-from ...collectives import State
-from ...ir import Traced, info, operands_of
+from ...collectives import CollectiveCall, State
+from ...ir import Traced, first_operand, info, operands_of
 from ..base import Phase, ProgramPass, Settings, Unit
 from .rounds import MicrobatchRounds
 
@@ -45,7 +44,7 @@ class SumsOfOneMicrobatch(ProgramPass):
         goes_on = _leading_to(traced, lambda n: n in rounds.varying and info(n).typed[axis] is not State.INVARIANT)
         for node in list(filter(rounds.is_barrier, traced.nodes)):
             if any(user in goes_on for user in node.users):
-                traced.replace(node, node.args[0])
+                traced.replace(node, first_operand(node))
         _Ends(traced, axis, in_specs).write(unit.program.out_specs)
 
 
@@ -84,7 +83,7 @@ class _Ends:
         if value not in self.sums:
             with self.traced.graph.inserting_after(value):
                 known = replace(info(value), type=info(value).typed.having([self.axis], State.INVARIANT))
-                self.sums[value] = self.traced.call(torch.ops.fp.psum.default, (value, [self.axis], "varying"), known)
+                self.sums[value] = self.traced.emit(CollectiveCall("psum", value, (self.axis,), src="varying"), known)
         return self.sums[value]
 
 

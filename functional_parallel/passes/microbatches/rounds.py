@@ -12,9 +12,7 @@ from torch import fx
 from sharding_specs import P
 
 from ...errors import UnrollError
-from ...ir import Traced, info, operands_of, primitive_name
-
-CASTS = ("pvary", "pcast")
+from ...ir import Traced, collective_call, info, operands_of, primitive_name
 
 
 class MicrobatchRounds:
@@ -28,7 +26,7 @@ class MicrobatchRounds:
     def is_barrier(self, node: fx.Node) -> bool:
         """Whether an op is a barrier: it needs all microbatches."""
         name = primitive_name(node)
-        return name not in (None, "axis_index", "pscatter", *CASTS) and names_axis(node, self.axis)
+        return name not in (None, "axis_index", "pscatter", "pcast") and names_axis(node, self.axis)
 
     def _varying(self, in_specs: list[P]) -> set[fx.Node]:
         found = {node for node, spec in zip(self.traced.inputs, in_specs, strict=True) if self.axis in spec.axes}
@@ -57,10 +55,9 @@ class MicrobatchRounds:
 
 def names_axis(node: fx.Node, axis: str) -> bool:
     """Whether an op is a primitive over this axis. Raise `UnrollError` if it is over others at the same time."""
-    name = primitive_name(node)
-    if name is None:
+    call = collective_call(node)
+    if call is None:
         return False
-    axes = node.args[0] if name == "axis_index" else node.args[1]
-    if axis in axes and len(axes) > 1:
-        raise UnrollError(f"{info(node).source}: {name} over {tuple(axes)} at once; name {axis!r} apart")
-    return axis in axes
+    if axis in call.axes and len(call.axes) > 1:
+        raise UnrollError(f"{info(node).source}: {call.kind} over {call.axes} at once; name {axis!r} apart")
+    return axis in call.axes

@@ -10,9 +10,9 @@ import torch
 
 from sharding_specs import Mesh
 
-from ...ir import Traced, info, primitive_name
+from ...ir import Traced, first_operand, info, primitive_name
 from ..base import Phase, ProgramPass, Settings
-from .rounds import CASTS, names_axis
+from .rounds import names_axis
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class SequentialMicrobatches(ProgramPass):
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):
-            if primitive_name(node) in CASTS and names_axis(node, self.axis):
-                traced.replace(node, node.args[0])
+            if primitive_name(node) == "pcast" and names_axis(node, self.axis):
+                traced.replace(node, first_operand(node))
         _sum_one_by_one(traced)
 
 

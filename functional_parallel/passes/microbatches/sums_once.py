@@ -16,7 +16,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ...ir import Traced, info, primitive_name
+from ...ir import Traced, collective_call, info, primitive_name, the_call
 from ..base import Phase, ProgramPass, Settings
 from ..swap import is_cast, move_before_sums
 
@@ -36,13 +36,14 @@ class ReduceOncePerStep(ProgramPass):
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):
             if is_total(node, self.axis):
-                while move_before_sums(traced, node, lambda other: self.axis not in other.args[1]):
+                while move_before_sums(traced, node, lambda other: self.axis not in the_call(other).axes):
                     pass
 
 
 def is_total(node: fx.Node, axis: str) -> bool:
     """Whether an op is a sum over microbatches."""
-    return primitive_name(node) == "psum" and list(node.args[1]) == [axis]
+    call = collective_call(node, "psum")
+    return call is not None and call.axes == (axis,)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,21 @@ from sharding_specs import P
 
 from ...collectives import DimSplit, Type
 from ...errors import UnrollError
-from ...ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
+from ...ir import (
+    Aval,
+    NodeInfo,
+    Traced,
+    collective_call,
+    first_operand,
+    info,
+    operands_of,
+    primitive_name,
+    set_info,
+    the_call,
+    update_info,
+)
 from ..base import Phase, ProgramPass, Settings, Unit
-from .rounds import CASTS, MicrobatchRounds, names_axis
+from .rounds import MicrobatchRounds, names_axis
 
 aten = torch.ops.aten
 
@@ -147,17 +159,17 @@ class _Unroll:
         own = self.own[microbatch]
         for operand in operands_of(node):
             self._provide(operand, microbatch)
-        name = primitive_name(node)
+        call = collective_call(node) if names_axis(node, self.axis) else None
         if self._is_barrier(node):
             self._accumulate(node, microbatch)
-        elif name == "axis_index" and names_axis(node, self.axis):
-            own[node] = self._constant(torch.tensor(microbatch, device="cpu"), node)
-        elif name in CASTS and names_axis(node, self.axis):
-            own[node] = own[node.args[0]]
-        elif name == "pscatter" and names_axis(node, self.axis):
-            own[node] = self._part(own[node.args[0]], node, microbatch)
-        else:
+        elif call is None:
             own[node] = self._copy(node, own)
+        elif call.kind == "axis_index":
+            own[node] = self._constant(torch.tensor(microbatch, device="cpu"), node)
+        elif call.kind == "pscatter":
+            own[node] = self._part(own[call.operand], node, microbatch)
+        else:
+            own[node] = own[call.operand]  # a cast
 
     def _provide(self, value: fx.Node, microbatch: int) -> None:
         own = self.own[microbatch]
@@ -174,25 +186,22 @@ class _Unroll:
         combine = combine_op(node, self.axis)
         if combine is None:
             return
-        value = self.own[microbatch][node.args[0]]
+        value = self.own[microbatch][first_operand(node)]
         known = replace(info(node), val=info(value).val)
         self.once[node] = value if microbatch == 0 else self.result.call(combine, (self.once[node], value), known)
 
     def _close(self, node: fx.Node) -> None:
         """Compute the value that each microbatch gets from a barrier, after all of them reached it."""
-        name = primitive_name(node)
-        if name == "all_gather":
-            parts = [own[node.args[0]] for own in self.own]
-            self.once[node] = self.result.call(aten.cat.default, (parts, node.args[2]), info(node))
-        elif name == "psum_scatter":
+        call = the_call(node)
+        if call.kind == "all_gather":
+            parts = [own[call.operand] for own in self.own]
+            self.once[node] = self.result.call(aten.cat.default, (parts, call.dim), info(node))
+        elif call.kind == "psum_scatter":
             for microbatch, own in enumerate(self.own):
                 own[node] = self._part(self.once[node], node, microbatch)
 
     def _part(self, value: fx.Node, node: fx.Node, microbatch: int) -> fx.Node:
-        dim, length = node.args[2], info(node).aval.shape[node.args[2]]
-        return self.result.call(
-            aten.slice.Tensor, (value, dim, microbatch * length, (microbatch + 1) * length), info(node)
-        )
+        return self.result.call(aten.slice.Tensor, (value, *bounds_of_part(node, microbatch)), info(node))
 
     def _constant(self, value: torch.Tensor, node: fx.Node) -> fx.Node:
         name = f"microbatch_{int(value)}"
@@ -237,6 +246,13 @@ def microbatch_dim(spec: P, axis: str, where: str) -> int:
                 raise UnrollError(f"{where}: {spec!r} splits an inner factor of dim {dim} into microbatches")
             return dim
     raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
+
+
+def bounds_of_part(node: fx.Node, microbatch: int) -> tuple[int, int, int]:
+    """Return the dim of a scatter, and where the part of a microbatch begins and ends along it."""
+    (dim,) = the_call(node).dims
+    length = info(node).aval.shape[dim]
+    return dim, microbatch * length, (microbatch + 1) * length
 
 
 def combine_op(node: fx.Node, axis: str) -> torch._ops.OpOverload | None:

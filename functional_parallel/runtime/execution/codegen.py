@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ... import _torch
-from ...ir import Traced, differentiable_form, in_main_memory, info, operands_of, primitive_name, where
+from ...ir import Traced, differentiable_form, first_operand, in_main_memory, info, operands_of, primitive_name, where
 from ..handles import to_device
 from .origins import Recorded
 
@@ -60,7 +60,7 @@ class Writer:
         for node in order:
             lines += self._waits([*operands_of(node), *self.readers.get(node, ())])
             alias = is_alias(node, self.differentiable)
-            right = self.names[node.args[0]] if alias else self.line(node, self)
+            right = self.names[first_operand(node)] if alias else self.line(node, self)
             if self.record is not None and not alias:
                 right = f"{self.constant(partial(self.record.note, node))}({right})"
             stops = f"with {self.constant(torch.no_grad)}(): " if _stops(node, self.differentiable) else ""

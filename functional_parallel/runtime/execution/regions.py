@@ -24,6 +24,7 @@ from sharding_specs import Mesh
 from ... import _torch
 from ...ir import (
     Traced,
+    first_operand,
     forget_info,
     info,
     named_arguments,
@@ -35,7 +36,7 @@ from ...ir import (
     walk_args,
 )
 from ...ops import UNPACK, unpacked
-from ...program import STARTED, Program, mutated_operands, overlapped, readers_before_writes, storage_root
+from ...program import Program, is_started, mutated_operands, overlapped, readers_before_writes, storage_root
 from .codegen import is_moved_to_device
 from .inductor import CompiledRegion, region_of
 from .repeats import cuts_between_repeats
@@ -132,7 +133,7 @@ def _stretches(order: Sequence[fx.Node], mesh: Mesh) -> list[list[fx.Node]]:
         else:
             found.append([node])
         is_open = is_inside
-        if primitive_name(node) in STARTED and mesh.axis_size(tuple(node.args[1])) > 1:
+        if is_started(node, mesh):
             under_way.add(node)
     return found
 
@@ -296,7 +297,7 @@ def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequen
     new = {node: graph.placeholder(f"x{index}") for index, node in enumerate(operands)}
     for node in ops:
         if primitive_name(node) == "pcast" or node.target is aten.detach.default:
-            new[node] = new[node.args[0]]
+            new[node] = new[first_operand(node)]
         else:
             new[node] = graph.node_copy(node, new.__getitem__)
             new[node].target = unpacked if node.target is UNPACK else _torch.stride_free(node.target)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from sharding_specs import Mesh
 
-from ...collectives import are_bound, bind, reference
+from ...collectives import CollectiveCall, are_bound, bind, reference
 from ...errors import BackendError
 from ..calls import CallLog, CollectiveWait, NamedWait, Operand, PendingCollective, rank_name
 from ..joined import cat_or_view
@@ -65,42 +64,30 @@ class ProcessCommunicator:
     # --- the primitives ---
 
     def start(
-        self,
-        name: str,
-        x: Tensor,
-        *,
-        axes: Axes,
-        params: Sequence[Any] = (),
-        overwrite: bool = False,
-        where: str = "",
-        operation: str = "",
+        self, call: CollectiveCall, x: Tensor, *, overwrite: bool = False, where: str = "", operation: str = ""
     ) -> PendingCollective:
-        """Start a primitive, to be waited for later. Until then the operand must not change.
+        """Start a primitive of a kind in `STARTED` on a tensor, which must not change until the result is waited for.
 
-        `name` is psum, psum_scatter, all_gather or all_to_all. `params` are the arguments of its method after `axes`.
         With `overwrite`, the result of a psum may use the operand's memory. Messages have `where`, the source line, and
-        `operation` if it differs from `name`.
+        `operation` if it differs from the call's kind.
         """
-        wait = self._wait(operation or name, x, axes, where)
-        if name == "psum":
-            return self._start_psum(x, axes, wait, overwrite)
-        if name == "psum_scatter":
-            return self._start_psum_scatter(x, axes, wait, *params)
-        if name == "all_gather":
-            return self._start_all_gather(x, axes, wait, *params)
-        return self._start_all_to_all(x, axes, wait, *params)
+        wait = self._wait(operation or call.kind, x, call.axes, where)
+        options = {"overwrite": overwrite} if call.kind == "psum" else call.routing
+        started: PendingCollective = getattr(self, f"_start_{call.kind}")(x, call.axes, wait, **options)
+        return started
 
     def psum(self, x: Tensor, axes: Axes) -> Tensor:
-        return self.start("psum", x, axes=axes).tensor()
+        return self.start(CollectiveCall("psum", None, axes), x).tensor()
 
     def psum_scatter(self, x: Tensor, axes: Axes, dim: int) -> Tensor:
-        return self.start("psum_scatter", x, axes=axes, params=[dim]).tensor()
+        return self.start(CollectiveCall("psum_scatter", None, axes, dim), x).tensor()
 
-    def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Tensor:
-        return self.start("all_gather", x, axes=axes, params=[dim]).tensor()
+    def all_gather(self, x: Tensor, axes: Axes, dim: int, operation: str = "") -> Tensor:
+        return self.start(CollectiveCall("all_gather", None, axes, dim), x, operation=operation).tensor()
 
-    def all_to_all(self, x: Tensor, axes: Axes, split_dim: int, concat_dim: int) -> Tensor:
-        return self.start("all_to_all", x, axes=axes, params=[split_dim, concat_dim]).tensor()
+    def all_to_all(self, x: Tensor, axes: Axes, split_dim: int, concat_dim: int, operation: str = "") -> Tensor:
+        call = CollectiveCall("all_to_all", None, axes, split_dim=split_dim, concat_dim=concat_dim)
+        return self.start(call, x, operation=operation).tensor()
 
     def _start_psum(self, x: Tensor, axes: Axes, wait: CollectiveWait, overwrite: bool) -> PendingCollective:
         if self._reduces_itself(x, axes):
@@ -151,13 +138,10 @@ class ProcessCommunicator:
         """
         count = self._groups.over(axes).size
         if count * x.nbytes <= GATHERED:
-            gathered = self.start("all_gather", x.unsqueeze(0), axes=axes, params=[0], operation=operation).tensor()
-            return among(gathered.unbind())[0]
+            return among(self.all_gather(x.unsqueeze(0), axes, 0, operation).unbind())[0]
         padded = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % count))
-        chunks = self.start("all_to_all", padded, axes=axes, params=[0, 0], operation=operation).tensor()
-        mine = among(chunks.chunk(count))[0]
-        gathered = self.start("all_gather", mine, axes=axes, params=[0], operation=operation).tensor()
-        return gathered[: x.numel()].view(x.shape)
+        chunks = self.all_to_all(padded, axes, 0, 0, operation).chunk(count)
+        return self.all_gather(among(chunks)[0], axes, 0, operation)[: x.numel()].view(x.shape)
 
     def pbroadcast(self, x: Tensor, axes: Axes, source: int) -> Tensor:
         return self._backend.broadcast(x, axes, source, self._wait("pbroadcast", x, axes)).tensor()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...ir import Aval, info, primitive_name
+from ...collectives import OWNED, CollectiveCall
+from ...ir import Aval, collective_call, info, the_call
 from ...program import (
-    OWNED,
-    STARTED,
     Program,
     is_only_use_of_own_memory,
+    is_started,
     may_stay_in_place,
     one_scatter_at_a_time,
     overlapped,
@@ -56,71 +57,65 @@ class RankProgram:
         return self.writer.function()
 
     def line(self, node: fx.Node, writer: Writer) -> str:
-        name = primitive_name(node)
-        if node in self.absent and name not in OWNED:
+        call = collective_call(node)
+        if node in self.absent and (call is None or call.kind not in OWNED):
             return writer.constant(_without_memory(node))
         text = writer.names.__getitem__
-        if name is not None and self.is_started(node):
+        if call is not None and self.is_started(node):
             writer.pending.add(node)
             operands = [writer.argument(x, text) for x in self.operands(node)]
-            return f"{writer.constant(self.start(node, name))}({', '.join(operands)})"
-        if name == "pscatter":
-            return self._slice(node, writer)
-        if name is not None:
-            operand = "" if name == "axis_index" else text(node.args[0])
-            return f"{writer.constant(self._collective(node, name))}({operand})"
+            return f"{writer.constant(self.start(node))}({', '.join(operands)})"
+        if call is not None and call.kind == "pscatter":
+            return self._slice(node, call, writer)
+        if call is not None:
+            operand = "" if call.operand is None else text(call.operand)
+            return f"{writer.constant(self._collective(node, call))}({operand})"
         if node.target is operator.getitem:
             return f"{text(node.args[0])}[{node.args[1]}]"
         return writer.call(node, text)
 
     def is_started(self, node: fx.Node) -> bool:
         """Whether an op starts a collective that is waited for later."""
-        if self.record is not None:  # while recording, every op ends before the next op begins
-            return False
-        return primitive_name(node) in STARTED and self.program.mesh.axis_size(tuple(node.args[1])) > 1
+        # While recording, every op ends before the next op begins.
+        return self.record is None and is_started(node, self.program.mesh)
 
     def operands(self, node: fx.Node) -> list[fx.node.Argument]:
         """Return the arguments of the function that starts a collective."""
-        return [node.args[0]]
+        return [the_call(node).operand]
 
-    def start(self, node: fx.Node, name: str) -> Callable[..., PendingCollective]:
-        return functools.partial(
-            self.carrier.start,
-            name,
-            axes=tuple(node.args[1]),
-            params=[param for param in node.args[2:] if not isinstance(param, str)],
-            overwrite=is_only_use_of_own_memory(node.args[0]),
-            where=self._where(node),
-        )
+    def start(self, node: fx.Node) -> Callable[..., PendingCollective]:
+        call = the_call(node)
+        overwrite, apart = is_only_use_of_own_memory(call.operand), replace(call, operand=None)
+        return functools.partial(self.carrier.start, apart, overwrite=overwrite, where=self._where(node))
 
-    def _slice(self, node: fx.Node, writer: Writer) -> str:
-        whole, axes, dim = node.args
-        length = info(node).aval.shape[dim]
-        begin = length * self.carrier.axis_index(tuple(axes))
+    def _slice(self, node: fx.Node, call: CollectiveCall, writer: Writer) -> str:
+        """Return code that slices this rank's shard from a replicated value."""
+        length = info(node).aval.shape[call.dims[0]]
+        begin = length * self.carrier.axis_index(call.axes)
         dense = f"memory_format={writer.constant(torch.contiguous_format)}"
         copy = "contiguous" if may_stay_in_place(node) else "clone"
-        return f"{writer.names[whole]}.narrow({dim}, {begin}, {length}).{copy}({dense})"
+        return f"{writer.names[call.operand]}.narrow({call.dim}, {begin}, {length}).{copy}({dense})"
 
     def _where(self, node: fx.Node) -> str:
         source = info(node).source
         return f"{source}: `{source.text}`" if source is not None else self.program.name
 
-    def _collective(self, node: fx.Node, name: str) -> Callable[..., torch.Tensor]:
-        target, arguments = node.target, node.args if name == "axis_index" else node.args[1:]
-        if name in OWNED:  # without torch's dispatcher, for which the operand of some ranks is on another device
-            target = getattr(self.carrier, name)
-            arguments = [tuple(node.args[1]), *(param for param in node.args[2:] if not isinstance(param, str))]
+    def _collective(self, node: fx.Node, call: CollectiveCall) -> Callable[..., torch.Tensor]:
+        if call.kind in OWNED:  # without torch's dispatcher, for which the operand of some ranks is on another device
+            target = functools.partial(getattr(self.carrier, call.kind), axes=call.axes, **call.routing)
+        else:
+            target = functools.partial(call.target, axes=list(call.axes), **call.routing, **call.states)
         where = self._where(node)
 
-        def call(*operand: torch.Tensor) -> torch.Tensor:
+        def run(*operand: torch.Tensor) -> torch.Tensor:
             self.carrier.where = where
             try:
-                result: torch.Tensor = target(*operand, *arguments)
+                result: torch.Tensor = target(*operand)
                 return result
             finally:
                 self.carrier.where = ""
 
-        return call
+        return run
 
 
 def _without_memory(node: fx.Node) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ from sharding_specs.rules import matches, nearest
 
 from ...errors import OrderError
 from ...functions import BufferTree, LocalFunction, PyTree, Request, Resolved, SpecTree, explain_keywords
-from ...ir import Source, at_source, current_source
 from ...passes import CastBeforeGather, ReduceDtype, WidenedAndNarrowed
 from ...requests import LossScale, Masters, Order, RunPass, ScaleLoss, StoredType, SummedApart
 from ..transform import Transform
@@ -98,9 +97,7 @@ class mixed_precision(Transform):
 
         def call(resolved: Resolved, first: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
             _refuse_unused(self.keep, first)
-            source = current_source() or Source("", 0, "", "")
-            with at_source(replace(source, casts_parameters=True)):  # passes identify gradients of parameters by it
-                leaves, kept = _cast(first, dtype, keep)
+            leaves, kept = _cast(first, dtype, keep)
             into = [None if isinstance(arg, BufferTree) else entering for arg in batch]
             cast_args = [_cast(arg, narrow, STATISTICS) for arg, narrow in zip(batch, into, strict=True)]
             batch, statistics = tuple(arg for arg, _ in cast_args), [x for _, found in cast_args for x in found]
