@@ -8,7 +8,7 @@ marks `~` and `&` of their sharding rules. Any other op on an Unreduced value is
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -56,15 +56,17 @@ _FILLED = {  # with a value that is not a partial sum, even if their operand is 
 
 
 class Typing:
-    """Infer the type of every node of a graph, in order. `axes` are the sizes of the mesh axes."""
+    """Infer the type of every node of a graph, in order, and call `then` with it. `axes` are sizes of mesh axes."""
 
-    def __init__(self, axes: dict[str, int]) -> None:
-        self.axes = axes
+    def __init__(self, axes: dict[str, int], then: Callable[[fx.Node], None] | None = None) -> None:
+        self.axes, self.then = axes, then
         self._known: dict[Type, Type] = {}  # one object for all equal types
 
     def __call__(self, node: fx.Node) -> None:
         found = self._infer(node)
         update_info(node, type=self._known.setdefault(found, found))
+        if self.then is not None:
+            self.then(node)
 
     def _infer(self, node: fx.Node) -> Type:
         if node.target is operator.getitem:

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import optree
 import torch
-from torch import fx
 
 from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 
@@ -267,13 +266,7 @@ def _traced(
         collect_assumptions() as assumptions,
     ):
         assume(autocast_dtypes)
-        typing = Typing(wide.shape)
-
-        def on_node(node: fx.Node) -> None:
-            typing(node)
-            roles(node)
-
-        traced = trace(checked, avals, types=types, on_node=on_node, paths=flat.in_paths)
+        traced = trace(checked, avals, types=types, on_node=Typing(wide.shape, roles), paths=flat.in_paths)
     warn_of_equal_copies(traced, wide.shape)
     return traced, [type_of(output) for output in traced.outputs], assumptions
 

@@ -45,6 +45,9 @@ class Versions:
     reads: Mapping[Action, int]
     writes: Mapping[Action, int]
 
+    def __hash__(self) -> int:
+        return hash((frozenset(self.reads.items()), frozenset(self.writes.items())))
+
 
 @dataclass(frozen=True)
 class Schedule:
