@@ -21,6 +21,7 @@ import torch.distributed as dist
 from makespan import ends, ordinary
 from ours import Ours
 
+from functional_parallel.collectives import CollectiveCall
 from functional_parallel.runtime import (
     ProcessCommunicator,
     ProcessRuntime,
@@ -133,17 +134,15 @@ class SilentCarrier(ProcessCommunicator):
 
     def start(
         self,
-        name: str,
+        call: CollectiveCall,
         x: torch.Tensor | LazyBucket,
         *,
-        axes: Axes,
-        params: Sequence[Any] = (),
         layout: BucketLayout | None = None,
         **options: Any,
     ) -> Any:
-        if name == "psum" and isinstance(x, LazyBucket) and layout is not None:  # ours sends from where each lies, too
+        if call.kind == "psum" and isinstance(x, LazyBucket) and layout is not None:  # ours sends from there, too
             return _There(FlatOutputs(x.results()))
-        result = getattr(self, name)(to_tensor(x), axes, *params)
+        result = getattr(self, call.kind)(to_tensor(x), call.axes, **call.routing)
         return _There(result if layout is None else SlicedBucket(layout, result))
 
     def psum(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:

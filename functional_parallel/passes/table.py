@@ -37,7 +37,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (WidenedAndNarrowed, "`mixed_precision`"),
     (ReducePerMicrobatch, '`accumulate(reduce="each")`'),
     (UnrollMicrobatches, "`accumulate`"),
-    (SumsOfOneMicrobatch, "`pipeline(microbatches=1)`"),
+    (SumsOfOneMicrobatch, "`pipeline(…, microbatches=1)`"),
     (SeparateLayers, "`pipeline`"),
     (SequentialMicrobatches, "`pipeline`"),
     (RecomputeMarked, "every program"),

@@ -36,9 +36,8 @@ def from_specs(
     splits the computation over parameters (tensor parallelism).
 
     >>> from sharding_specs import Mesh, P
-    >>> from_specs({"w1": P(None, "tensor"), "w2": P("tensor", "data")}, Mesh(data=2, tensor=2))
-    fp.chain(fp.tensor_parallel('tensor', {'w1': P(None, 'tensor'), 'w2': P('tensor', 'data')}), \
-    fp.zero(3, 'data', {'w1': P(None, 'tensor'), 'w2': P('tensor', 'data')}))
+    >>> from_specs({"w": P("tensor", "data")}, Mesh(data=2, tensor=2))
+    fp.chain(fp.tensor_parallel('tensor', {'w': P('tensor', 'data')}), fp.zero(3, 'data', {'w': P('tensor', 'data')}))
 
     Args:
         specs: rules from path patterns to specs, or a tree of specs.

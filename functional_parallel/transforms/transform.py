@@ -91,7 +91,7 @@ class Plan:
         return f"chain({', '.join(each.name for each in self.transforms)})"
 
     def to_json(self) -> str:
-        """Return the plan as JSON: the list of its transforms as code.
+        r"""Return the plan as JSON: the list of its transforms as code.
 
         >>> import functional_parallel as fp
         >>> plan = fp.chain(fp.remat(), fp.zero(3, "data"))

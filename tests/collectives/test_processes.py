@@ -248,5 +248,5 @@ def test_a_rank_left_alone_says_so(two: list[dict[Any, Any]], launcher: str) -> 
 
 
 def test_the_mesh_must_fit_the_processes() -> None:
-    with pytest.raises(RankError, match="has 3 ranks, but 1 processes are running; start 3, or change the mesh"):
+    with pytest.raises(RankError, match="has 3 ranks, but 1 processes are running; start 3, change the mesh, or name"):
         run_on_processes(on_the_wrong_number, 1)

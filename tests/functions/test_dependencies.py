@@ -209,7 +209,7 @@ def test_autograd_inside_a_forward_has_its_state() -> None:
 def test_many_traces_of_one_signature_warn() -> None:
     net = Net()
     _, call = of(net)
-    with pytest.warns(RuntimeWarning, match=r"traced again .* terms\[0\] was 7.0 and is 8.0. Each trace takes as long"):
+    with pytest.warns(RuntimeWarning, match=r"retraced .* terms\[0\] was 7.0 and is 8.0. Each trace takes as long"):
         for number in range(9):
             net.terms[0] = float(number)
             call(torch.ones(4, 3, dtype=torch.float64))

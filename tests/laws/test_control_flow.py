@@ -98,7 +98,7 @@ def test_what_depends_on_values_is_refused() -> None:
             lambda w, x: while_loop(lambda h: h.sum() > 1, lambda h: (h / 2,), (x,)),
             "the end of torch's while_loop depends on values.*fixed number of rounds",
         ),
-        (lambda w, x: flex_attention(x[None, None], x[None, None], x[None, None]), "flex_attention is not traced"),
+        (lambda w, x: flex_attention(x[None, None], x[None, None], x[None, None]), "flex_attention is not supported"),
     ]
     for f, message in refused:
         with pytest.raises(TracingError, match=f"test_control_flow.py:[0-9]+: .*{message}"):

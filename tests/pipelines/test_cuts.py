@@ -346,12 +346,6 @@ BAD = {
         ),
         "rank 1 is stuck at 1B0",
     ),
-    "recomputation within a budget": (
-        lambda: fp.compile(
-            fp.grad(fp.chain(fp.remat(budget="1GB"), fp.pipeline("pipe", microbatches=4))(chain_of(4))), Mesh(pipe=2)
-        )(FOUR, X),
-        r"fp\.remat\(budget=…\)",
-    ),
     "a metric that needs all samples": (
         lambda: fp.compile(
             fp.grad(

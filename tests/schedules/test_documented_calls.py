@@ -34,6 +34,8 @@ def calls(text: str, names: dict[str, Callable[..., Any]]) -> Iterator[tuple[ast
             prefix, name = found[1].rpartition(".")[0], found[2]
             if name not in names or (prefix == "" and name in ("plot", "search", "get", "check", "rows", "messages")):
                 continue  # such a name without a module is another function
+            if prefix == "fp" and getattr(fp, name, names[name]) is not names[name]:
+                continue  # as is this one
             for end in (index + 1 for index in range(found.end(), len(source)) if source[index] == ")"):
                 try:
                     node = ast.parse(source[found.start() : end].replace("…", "..."), mode="eval").body
