@@ -99,7 +99,7 @@ class StateFunction:
         def call(resolved: Resolved, taken: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
             if self.ema:  # lies like the state of the update
                 taken = places.packing.unpack(optree.tree_map(relayout_leaf, taken, places.update, places.whole))
-            reduced = optree.tree_map(relayout_leaf, taken, kept, compute)
+            reduced = optree.tree_map(relayout_leaf, taken, optree.tree_map(at_rest, compute), compute)
             return self.f.run(resolved.inside, optree.tree_map(as_trained, reduced, places.params), *batch)
 
         given = self.train.options
