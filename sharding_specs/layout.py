@@ -151,9 +151,11 @@ def unshard(trees: Sequence[T], specs: SpecTree, mesh: Mesh, *, shapes: Tree = N
             continue
         if check:
             differing += _differing(path, parts, spec, mesh)
-        whole = unshard_leaf(parts, spec, mesh)
         shape = wanted[index]
-        results.append(whole if shape is None else _cut(whole, shape))
+        if shape is not None:
+            shape = shape.shape if isinstance(shape, torch.Tensor) else shape
+            spec = spec.fitted(shape, mesh)
+        results.append(unshard_leaf(parts, spec, mesh))
     if differing:
         raise SpecError("replicas differ:\n" + "\n".join(differing))
     whole_tree: T = optree.tree_unflatten(structure, results)
@@ -279,11 +281,6 @@ def _filled(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         return x
     shape = [*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]]
     return torch.cat([x, x.new_zeros(shape)], dim)
-
-
-def _cut(x: torch.Tensor, shape: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    sizes = shape.shape if isinstance(shape, torch.Tensor) else shape
-    return x[tuple(slice(0, size) for size in sizes)]
 
 
 def _is_shape(x: Tree) -> bool:

@@ -88,7 +88,7 @@ def test_a_rank_reads_little_of_a_large_checkpoint(plan: SavePlan) -> None:
         for leaf, (_, _, _, spec) in zip(plan.leaves, (row for row, _ in rows() for _ in range(3)), strict=True)
     ]
     found = plan_restore(plan, wanted, mesh)
-    for rank in (0, 4097, 8191):
+    for rank in (0, 4097, 6143):  # along data 0, 512, 767: of 12288 / 8 rows, later ranks hold padding only
         items = list(found.rank(rank))
         assert len(items) >= len(wanted)
         assert all(len(item.sources) <= 12 for item in items)
