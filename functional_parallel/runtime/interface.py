@@ -32,6 +32,7 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     mesh: Mesh
     algorithm: str = ""  # of sums, for comparison with another run
     holders: str  # the kind of ranks that hold values, for messages
+    is_simulated: bool = False  # whether this process has all ranks
     device: torch.device | None = None  # target device of values; None if they are not moved
 
     @property

@@ -41,6 +41,7 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
     """
 
     holders = "simulated ranks"
+    is_simulated = True
 
     def __init__(self, mesh: Mesh, *, deduplicate: bool = True) -> None:
         self.mesh = mesh

@@ -36,7 +36,7 @@ _TIMEOUT = 600.0  # seconds that a process waits until the others have written
 
 def peers_of(runtime: Runtime[Any, Any]) -> Peers:
     """Return the processes of a run, as a checkpoint uses them."""
-    size = 1 if runtime.holders == "simulated ranks" else runtime.mesh.size
+    size = 1 if runtime.is_simulated else runtime.mesh.size
     rank, store = (runtime.own_ranks[0], runtime.store) if size > 1 else (0, None)
     return Peers(rank, size, runtime.own_ranks, runtime.exchange, store, runtime.missing, _TIMEOUT)
 
@@ -117,7 +117,7 @@ def owners_along(form: StateLayout, index: int) -> Where:
 
 def reduction_of(manager: StateManager, runtime: Runtime[Any, Any]) -> str:
     """Return text that is equal for two runs if their sums have the same bits."""
-    if manager.options.reduction == "ordered" or runtime.holders == "simulated ranks":
+    if manager.options.reduction == "ordered" or runtime.is_simulated:
         return "ordered"
     return f"fast on {manager.mesh} by {runtime.algorithm}"
 

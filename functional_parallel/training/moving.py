@@ -36,14 +36,14 @@ class HeldState:
         form = state.form
         self.state, self.manager = state, form.manager
         self.runtime = self.manager.runtime_for(state)
-        if self.runtime.holders != target.runtime().holders:
+        if self.runtime.is_simulated != target.runtime().is_simulated:
             raise TypeError(
                 f"train_step.load: the state is of {self.runtime.holders}, this step of {target.runtime().holders}: "
                 "call torch.distributed.init_process_group before both"
             )
         settle(self.manager, state)
         self.mail = self.runtime
-        if self.runtime.holders == "real processes" and (form.mesh.is_partial or target.mesh.is_partial):
+        if not self.runtime.is_simulated and (form.mesh.is_partial or target.mesh.is_partial):
             self.mail = default_runtime(Mesh(process=world_size()))
         where, numbers, self.step, batch = self._agreed()
         self.leaves = saved_leaves(self.manager, form, where.__getitem__)
@@ -72,7 +72,7 @@ class HeldState:
         for shard in shards.values():
             shard.zero_()  # padding
         plan = MovePlan(items.leaves, self.plan.mesh, items.mesh)
-        if self.runtime.holders == "simulated ranks":
+        if self.runtime.is_simulated:
             for rank in {rank: None for _, rank in shards}:
                 for move in plan.into(items.mesh.processes[rank]):
                     if (move.target.held, rank) in shards:

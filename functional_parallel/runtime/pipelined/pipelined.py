@@ -51,6 +51,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         self.size = self.mesh.axis_size(axis)
         self.carrier: ProcessCommunicator | None = None if alone else getattr(base, "carrier", None)
         self.holders, self.algorithm, self.device = base.holders, base.algorithm, base.device
+        self.is_simulated = base.is_simulated
         own = None if self.carrier is None else self.mesh.coordinates(base.rank)[axis]
         self.ranks = tuple(range(self.size)) if own is None else (own,)
 

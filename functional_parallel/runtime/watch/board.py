@@ -48,7 +48,7 @@ class Board:
         self._ranks[rank].left = calls
 
     def waits(self, rank: int, position: dict[str, Any] | None, now: float) -> None:
-        """Note that a rank has waited for seconds, or that it continues."""
+        """Note that a rank waits at `position` since `now`. Without a position it continues."""
         self._ranks[rank].position, self._ranks[rank].since = position, now
 
     def fails(self, rank: int, call: int, error: str) -> None:
