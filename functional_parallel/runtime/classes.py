@@ -1,8 +1,4 @@
-"""Classes of ranks that hold the same value. Simulation computes a value once per class.
-
-A value that does not vary along an axis is equal on all its ranks, so it is computed once for them. A class is the
-coordinates of a rank on the axes along which the value varies.
-"""
+"""Classes of ranks that hold the same value, because it does not vary along some axes: computed once for them."""
 
 from __future__ import annotations
 
@@ -19,8 +15,6 @@ Jobs = list[tuple[tuple[int, ...], list[tuple[int, int]]]]
 
 
 class RankClasses:
-    """Numbers the classes of a mesh for each set of axes."""
-
     def __init__(self, mesh: Mesh, deduplicate: bool = True) -> None:
         self.mesh = mesh
         self.all_axes: AxisSet = frozenset(name for name in mesh.axis_names if mesh.axis_size(name) > 1)
@@ -34,7 +28,6 @@ class RankClasses:
         return self.all_axes & (spec.axes | spec.unreduced) if self.deduplicate else self.all_axes
 
     def representatives(self, axes: AxisSet) -> list[int]:
-        """Return one rank per class, in order."""
         if axes not in self._representatives:
             names = [name for name in self.mesh.axis_names if name in axes]
             sizes = (range(self.mesh.axis_size(name)) for name in names)
@@ -58,10 +51,7 @@ class RankClasses:
         return self._groups[axes][rank]
 
     def jobs(self, axes: tuple[str, ...], made: AxisSet, held: AxisSet) -> Jobs:
-        """Return the work of a collective: per group, the classes of its operands and the class of each result.
-
-        `made` and `held` are the axes along which its result and its operand vary.
-        """
+        """Return the work of a collective: per group, the classes of its operands and the class of each result."""
         key = (axes, made, held)
         if key not in self._jobs:
             found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -73,7 +63,6 @@ class RankClasses:
         return self._jobs[key]
 
     def of_node(self, node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
-        """Return the axes along which a node's result varies, from the axes of its operands."""
         if not self.deduplicate:
             return self.all_axes
         return varied_axes(node, operands) & self.all_axes

@@ -29,10 +29,7 @@ _made: dict[tuple[Mesh, str], tuple[Runtime[Any, Any], weakref.ref[dist.ProcessG
 
 
 def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
-    """Return the runtime of a mesh: one rank per process under torchrun or with a process group, else simulated.
-
-    The reduction is "fast", sums in any order, or "ordered", sums in rank order, as simulated ranks always add.
-    """
+    """Return the runtime of a mesh: one rank per process under torchrun or with a process group, else simulated."""
     if mesh in _chosen:
         runtime, world = _chosen[mesh]
         if world is not None and world != _world():
@@ -51,7 +48,6 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
 
 
 def runtime_of(mesh: Mesh, f: Callable[..., PyTree], reduction: str = "fast") -> Runtime[Any, Any]:
-    """Return the runtime of a function's programs: the runtime of the mesh, wrapped by that of the pipeline if any."""
     base = default_runtime(mesh, reduction)
     plan = pipeline_of(layout_of(f))
     return base if plan is None or isinstance(base, Bystander) else PipelineRuntime(base, plan.axis)
@@ -126,10 +122,7 @@ def _let_go(mesh: Mesh, once_more: str) -> CollectiveError:
 
 
 def _world() -> weakref.ref[dist.ProcessGroup] | None:
-    """Return a weak reference to the process group of all ranks, or None. It differs after each initialization.
-
-    A strong reference would keep gloo's threads alive; see `runtime.calls.handle`.
-    """
+    """Return the group weakly: a strong reference would keep gloo's threads alive, see `runtime.calls.handle`."""
     world = dist.group.WORLD if _has_group() else None
     return None if world is None else weakref.ref(world)
 
@@ -139,7 +132,6 @@ def _has_group() -> bool:
 
 
 def _has_processes() -> bool:
-    """Whether this process has peers: in a process group, or by a launcher with an address of rank 0."""
     if not dist.is_available() or dist.is_initialized():
         return dist.is_available()
     if chosen_backend() in MPI_BACKENDS:

@@ -17,8 +17,6 @@ Part = torch.Tensor | list[torch.Tensor]  # a value on one rank of a pipeline: i
 
 @dataclass(slots=True, eq=False)
 class PipelineValue:
-    """A value that some ranks of a pipeline hold."""
-
     parts: dict[int, Part]  # of those ranks that are in this process
     holders: frozenset[int] | None  # None means all
     aval: Aval  # on one rank
@@ -36,7 +34,6 @@ def to_device(x: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def storages(*values: PyTree) -> set[int]:
-    """Return the storage addresses of tensors and handles; none for other values and inside a transform."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -50,7 +47,6 @@ def storages(*values: PyTree) -> set[int]:
 
 
 def device_of(handle: PyTree) -> torch.device | None:
-    """Return the device of the first tensor with values in this process, of a handle or of several."""
     if isinstance(handle, torch.Tensor):
         return None if handle.is_meta else handle.device
     parts = handle.parts.values() if isinstance(handle, PipelineValue) else handle
@@ -70,16 +66,12 @@ def moved_to(device: torch.device | None, tree: PyTree) -> PyTree:
 
 
 def runtime_kind_of(handle: PyTree) -> str:
-    """Return the holders of a handle: "simulated ranks" or "real processes"."""
     part = next(iter(handle.parts.values()), None) if isinstance(handle, PipelineValue) else handle
     return "simulated ranks" if isinstance(part, list) else "real processes"
 
 
 def copy_if_aliased(handle: PyTree, taken: set[int]) -> PyTree:
-    """Return a handle with separate memory: copied if its memory is in `taken`. Add its memory to `taken`.
-
-    Ranks of a pipeline that share a value continue to share it.
-    """
+    """Return a handle with separate memory: copied if its memory is in `taken`. Add its memory to `taken`."""
     if isinstance(handle, PipelineValue):
         parts = {id(part): part for part in handle.parts.values()}
         made = {number: copy_if_aliased(part, taken) for number, part in parts.items()}

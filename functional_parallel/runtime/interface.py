@@ -1,8 +1,4 @@
-"""Interfaces of a runtime and of the executor of a pipeline rank.
-
-A runtime runs the programs of a mesh. `Runtime` is the base class. Its defaults are for a single process that has all
-ranks, so nothing is compared. `Executor` is defined with the pipelines, which drive it.
-"""
+"""Base class of runtimes. Its defaults are for a single process that has all ranks, so nothing is compared."""
 
 from __future__ import annotations
 
@@ -26,8 +22,6 @@ Where = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Runtime(ABC, Generic[Handle, Runnable]):
-    """Base class of runtimes."""
-
     base: Runtime[Any, Any] | None = None  # the runtime inside this wrapper; it compares with other processes
     mesh: Mesh
     algorithm: str = ""  # of sums, for comparison with another run
@@ -42,7 +36,6 @@ class Runtime(ABC, Generic[Handle, Runnable]):
 
     @property
     def own_ranks(self) -> Sequence[int]:
-        """Ranks of the mesh in this process."""
         return self.mesh.ranks if self.base is None else self.base.own_ranks
 
     @property
@@ -58,7 +51,6 @@ class Runtime(ABC, Generic[Handle, Runnable]):
 
     @property
     def store(self) -> dist.Store | None:
-        """Store that all processes reach; None if there is none."""
         return None if self.base is None else self.base.store
 
     def missing(self) -> str:
@@ -72,7 +64,6 @@ class Runtime(ABC, Generic[Handle, Runnable]):
         """Return the handle of a full tensor."""
 
     def shard_for(self, program: Runnable, number: int, x: torch.Tensor, spec: P) -> Handle:
-        """Return the handle of a full tensor that is an input of a program, on the ranks that hold it."""
         return self.shard(x, spec)
 
     @abstractmethod
@@ -85,10 +76,7 @@ class Runtime(ABC, Generic[Handle, Runnable]):
 
     @abstractmethod
     def assemble(self, spec: P, where: Where, shard: Callable[[int], torch.Tensor]) -> Handle:
-        """Return the handle of a value from the shards of ranks of this process.
-
-        `shard` returns the shard of a rank. For a rank that does not hold the value it has no memory.
-        """
+        """Return the handle of a value from the shards of ranks of this process."""
 
     def where(self, handle: Handle) -> Where:
         """Return the indices of the ranks that hold a value, by axis. Along other axes all ranks hold it."""
@@ -107,7 +95,6 @@ class Runtime(ABC, Generic[Handle, Runnable]):
         return self.entered(x, spec)
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return a tensor of the global shape of the value that `own` takes."""
         return x if self.base is None else self.base.like_own(x, spec)
 
     # --- programs ---
@@ -131,21 +118,16 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
     ) -> None:
-        """Check that every rank was given the same full tensors. Inside a transform, nothing is compared.
-
-        With `parts`, the specs of the tensors, ranks were given their own shards. Ranks with the same shard must agree.
-        """
+        """Check that every rank was given the same full tensors. Inside a transform, nothing is compared."""
         if not _torch.has_functorch_level(tensors):
             self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
 
     def checksum(self, x: torch.Tensor) -> str:
-        """Return the checksum of a tensor for comparison with other ranks; empty if nothing is compared."""
         return "" if self.base is None else self.base.checksum(x)
 
     def check_sums(
         self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
     ) -> None:
-        """Check that every rank has the same tensors, by their checksums."""
         if self.base is not None:
             self.base.check_sums(name, paths, sums, parts)
 
@@ -154,7 +136,6 @@ class Runtime(ABC, Generic[Handle, Runnable]):
         return number if self.base is None else self.base.agree(doing, otherwise, number)
 
     def exchange(self, value: Value, purpose: str) -> list[Value]:
-        """Return the values of all processes."""
         return [value] if self.base is None else self.base.exchange(value, purpose)
 
     def agree_on(self, program: Runnable) -> None:

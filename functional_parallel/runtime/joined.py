@@ -35,5 +35,4 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def from_bytes(buffer: Tensor, like: Tensor) -> Tensor:
-    """View bytes as flat values with the dtype of `like`."""
     return buffer.contiguous().view(like.dtype)

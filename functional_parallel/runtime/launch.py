@@ -124,7 +124,6 @@ def _start_method(ranks: int, start: str | None) -> str:
 
 
 def _pickled(f: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return a call as bytes, for a process that does not share memory with this process."""
     advice = "write it at the top level of a module, or install cloudpickle"
     try:
         dumps = importlib.import_module("cloudpickle").dumps

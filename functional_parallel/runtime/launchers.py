@@ -16,8 +16,6 @@ _PORTS = range(10_000, 30_000)  # below the ports that systems give to outgoing 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process, as the variables of its launcher describe it."""
-
     by: str  # name of the launcher
     rank: int
     size: int
@@ -75,10 +73,7 @@ _MARKS = {
 
 
 def launch_of_environment() -> Launch | None:
-    """Return the launch in the variables of this process's launcher, or None if no launcher has set them.
-
-    Variables of several launchers are accepted if they agree, or if one launcher has started the other.
-    """
+    """Return the launch in the variables of this process's launcher, or None if no launcher has set them."""
     found = [launch for names in _LAUNCHERS if (launch := _read(names)) is not None]
     alike = [launch for launch in found if (launch.rank, launch.size) == (found[0].rank, found[0].size)]
     for other in found:
@@ -143,7 +138,6 @@ def _local(names: _Names) -> tuple[str, ...]:
 
 
 def _require_below(which: tuple[str, ...], below: tuple[str, ...]) -> None:
-    """Refuse a rank that its group does not have: the others would wait for the missing one."""
     number, size = _number(which), _number(below)
     if number is not None and size is not None and number >= size:
         first, second = (next(name for name in names if os.environ.get(name)) for names in (which, below))

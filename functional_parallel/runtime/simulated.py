@@ -1,8 +1,4 @@
-"""Every rank of a mesh in one process, in lockstep: each op runs for all ranks before the next op.
-
-Collectives are those of `collectives.reference`: sums in rank order, in ordinary differentiable torch ops. Derivatives
-taken from outside pass through them. They verify the transposes without using them.
-"""
+"""Every rank of a mesh in one process, in lockstep, by the differentiable collectives of `collectives.reference`."""
 
 from __future__ import annotations
 
@@ -67,7 +63,6 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
         return hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))
 
     def declared(self, handle: SimulatedValue, made: P, spec: P) -> SimulatedValue:
-        """Convert a value from one tensor per class of `made` to one per class of `spec`."""
         wanted, held = self.classes.of_spec(spec), self.classes.of_spec(made)
         return handle if wanted == held else [handle[index] for index in self.classes.picks(wanted, held)]
 
@@ -94,7 +89,6 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
         return log.first
 
     def run_recorded(self, log: Log, program: Program, handles: list[SimulatedValue]) -> list[SimulatedValue]:
-        """Run a program like `run`, but op by op, and log the op that first computed a non-finite value, if any."""
         lockstep = _Lockstep(program, self.classes, differentiable=False, record=True)
         assert lockstep.record is not None
         return lockstep.record.run(lockstep.function(), handles, log)
@@ -106,8 +100,6 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
 
 
 class _Lockstep:
-    """Flat function of one program over all classes of ranks."""
-
     def __init__(self, program: Program, classes: RankClasses, differentiable: bool, record: bool = False) -> None:
         self.program, self.classes, self.mesh = program, classes, classes.mesh
         self.axes: dict[fx.Node, frozenset[str]] = {}

@@ -1,6 +1,6 @@
 """Transport of collectives and messages through memory that the ranks of one host share, for gloo.
 
-It registers itself. The rest of the library does not know it, and uses gloo's own collectives without it.
+It registers itself.
 """
 
 from ..program import extra_memory

@@ -1,9 +1,6 @@
-"""Messages between ranks of one host, through memory that both map.
+"""Messages between ranks of one host: the sender writes them into memory that the receiver maps.
 
-For each ordered pair of ranks, the sender has a block of memory that the receiver maps. The sender writes a message to
-the lowest free offset and signals the offset. The receiver copies it and signals completion. A rank that waits for a
-message or for free memory also receives all other arrived messages. Two ranks that wait for each other's memory thus
-both continue.
+A rank that waits receives all other messages too, so two ranks that wait for each other's memory both continue.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ class _Outgoing:
         self.under_way: deque[tuple[int, int]] = deque()
 
     def place(self, size: int) -> int | None:
-        """Return the lowest free offset for `size` bytes. None if it is full or too many messages are in flight."""
         if len(self.under_way) == _MOST_UNDER_WAY:
             return None
         begin = 0
@@ -69,10 +65,7 @@ class _Expected:
 
 
 class Channels:
-    """This rank's channels to and from the other ranks of its host, by rank: `ROOM` bytes that the sender writes.
-
-    Signals are sent by `signals`, and those of other ranks are passed to `told`.
-    """
+    """This rank's channels to and from the other ranks of its host. Signals of other ranks are passed to `told`."""
 
     def __init__(self, signals: Signals, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         self._signals = signals
@@ -91,17 +84,13 @@ class Channels:
         self._signals.tell(to, _TAKEN + 1 + begin // ALIGNMENT)
 
     def receive(self, into: Tensor, source: int) -> _Expected:
-        """Receive the next message of a rank into contiguous bytes, which have its size.
-
-        `wait()` of the result ends when a message arrives, and checks its call.
-        """
+        """Receive the next message of a rank into contiguous bytes, which have its size."""
         expected = _Expected(into, source, self._signals)
         self._incoming[source].expected.append(expected)
         self._take_in(source)
         return expected
 
     def told(self, rank: int, note: int, mark: int) -> None:
-        """Process a signal of another rank: its number, and the call id of that rank."""
         if note == _TAKEN:
             self._outgoing[rank].under_way.popleft()
         else:

@@ -1,12 +1,7 @@
 """Collectives through memory shared by the ranks of one host: each byte is written once and read where it is needed.
 
-To send, a rank copies into its own memory. The other ranks read the bytes there and add them while reading, in rank
-order. A bucket is packed directly into this memory and is stored nowhere else.
-
-A collective of up to `AT_ONCE` bytes is written when it starts, so that a later rank finds it. A larger one is sent in
-pieces that stay in the processor's cache: the first two when it starts, the others while it is waited for. Piece
-`t + 2` is written after piece `t` was read, over piece `t - 2`. The signal for piece `t` implies that its sender has
-read piece `t - 2`, so no separate signal reports a read.
+Large ones are sent in pieces that stay in the cache. Piece `t + 2` is written after piece `t` was read, over piece
+`t - 2`: the signal for piece `t` implies that its sender has read piece `t - 2`.
 """
 
 from __future__ import annotations
@@ -60,10 +55,7 @@ def reduce_scatter(memory: SharedMemory, chunks: Sequence[Tensor] | LazyBucket, 
 
 
 def all_reduce(memory: SharedMemory, x: Operand, result: Tensor | Sequence[Tensor]) -> CollectiveSteps:
-    """Write the sum into `result`, which is contiguous and may be `x`, or into concatenated flat tensors.
-
-    With two ranks, or a small operand, each rank adds everything. Else each rank adds one chunk and reads the others.
-    """
+    """Write the sum into `result`, which is contiguous and may be `x`, or into concatenated flat tensors."""
     results = ConcatReader([result.view(-1)] if isinstance(result, Tensor) else result)
     if memory.size == 2 or x.nbytes <= ONE_ROUND:
         for piece in _pieces(memory, x if isinstance(x, LazyBucket) else [x]):
@@ -84,10 +76,7 @@ def all_reduce(memory: SharedMemory, x: Operand, result: Tensor | Sequence[Tenso
 
 
 def _ordered_sum(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Sum tensors of one shape and dtype in the order of `collectives.reference`, and so with identical bits.
-
-    `out` may be one of them. There are at least two.
-    """
+    """Sum in rank order, with the bits of `collectives.reference`. `out` may be one of the parts."""
     disturbs = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     total = torch.add(parts[0], parts[1], out=torch.empty_like(out) if disturbs else out)
     for part in parts[2:]:
@@ -96,7 +85,6 @@ def _ordered_sum(parts: Sequence[Tensor], out: Tensor) -> Tensor:
 
 
 def _beside(results: ConcatReader, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
-    """Yield the next slices of the results, each with the matching slice of every value."""
     begin = 0
     for out in (stretches := results.next(values[0].numel())):
         end = begin + out.numel()
@@ -109,8 +97,6 @@ def _others(memory: SharedMemory) -> list[int]:
 
 
 class _Chunk:
-    """One piece of several equal-shaped tensors, in the memory of every rank."""
-
     def __init__(
         self, memory: SharedMemory, likes: Sequence[Tensor], where: slice | None, buffers: Sequence[Tensor], keeps: bool
     ) -> None:
@@ -126,12 +112,10 @@ class _Chunk:
         return x if self._where is None else x.view(-1)[self._where]
 
     def read(self, rank: int, index: int) -> Tensor:
-        """Return the piece that a rank wrote of its tensor `index`."""
         like = self.own(index)
         return self._lies(rank, index, aligned(like.nbytes))[: like.nbytes].view(like.dtype).view(like.shape)
 
     def _lies(self, rank: int, index: int, stride: int) -> Tensor:
-        """Return the bytes of a piece. Pieces are contiguous; the piece that a rank keeps for itself is left out."""
         begin = (index - (self._keeps_own and index > rank)) * stride
         return self._buffers[rank][begin : begin + stride]
 
@@ -139,7 +123,6 @@ class _Chunk:
         return self.of(self._likes[index])
 
     def write(self) -> None:
-        """Write this rank's piece of each tensor that another rank reads, and signal it."""
         for index in range(len(self._likes)):
             if not (self._keeps_own and index == self._memory.rank):
                 self.read(self._memory.rank, index).copy_(self.own(index))
@@ -147,8 +130,6 @@ class _Chunk:
 
 
 class _PackedPiece(_Chunk):
-    """One piece of each run of a bucket that is packed into shared memory. A rank reads its own piece there too."""
-
     def __init__(
         self, memory: SharedMemory, packed: LazyBucket, where: slice, buffers: Sequence[Tensor], keep: Tensor | None
     ) -> None:
@@ -170,11 +151,7 @@ class _PackedPiece(_Chunk):
 
 
 def _pieces(memory: SharedMemory, sent: Sequence[Tensor] | LazyBucket, keep: Tensor | None = None) -> Iterator[_Chunk]:
-    """Yield the pieces of the sent tensors in order. Each must be read before the next is requested.
-
-    If `keep` is given, only this rank needs the tensor at its own index. That tensor is not written: it stays in
-    place, or is packed into `keep`.
-    """
+    """Yield pieces, each to be read before the next. This rank's own tensor stays in place, or goes to `keep`."""
     if isinstance(sent, LazyBucket):
         count, length, itemsize = sent.parts, sent.length, sent.dtype.itemsize
     else:

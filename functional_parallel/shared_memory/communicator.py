@@ -15,11 +15,7 @@ from .unpacked import BucketLayout
 
 
 class SharedMemoryCommunicator(ProcessCommunicator):
-    """Communicator that sums, gathers and exchanges tensors in main memory through shared memory.
-
-    It is used by groups on gloo whose ranks are all on one host. Sums are in rank order. Other groups and tensors, and
-    other collectives, use the backend.
-    """
+    """Communicator through shared memory where all ranks of a group on gloo are on one host; else the backend's."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -59,10 +55,7 @@ class SharedMemoryCommunicator(ProcessCommunicator):
         return f"{hosts}{super().algorithms(axes)}, because these ranks do not all share memory"
 
     def _host_group(self, axes: Axes, where: str = "") -> HostGroup | None:
-        """Return the group over some axes by host; None if it has one rank, or if its backend is not gloo.
-
-        The first call is a collective.
-        """
+        """Return the group over some axes by host; None without gloo. The first call is a collective."""
         members = self._groups.over(axes)
         if members.backend != "gloo" or members.size == 1:
             return None

@@ -14,10 +14,7 @@ from .slots import LARGEST
 
 
 class HostGroup:
-    """A group of ranks, of which those on this host share memory. Creating it is a collective of the group.
-
-    `host` is an id that is equal on ranks that may share memory; None queries the system.
-    """
+    """A group of ranks, of which those on this host share memory. Creating it is a collective of the group."""
 
     def __init__(self, group: AxisGroup, host: str | None = None) -> None:
         self._messages, self.rank, self.size = group.messages(), group.rank, group.size
@@ -52,7 +49,7 @@ class HostGroup:
         return channels.receive(into, self.on_my_host.index(source))
 
     def _channels(self, x: Tensor, other: int) -> Channels | None:
-        """Return the channels if they can carry `x`. Both ends must decide the same way. Empty tensors are not sent."""
+        """Return the channels if they can carry `x`. Both ends must decide the same way."""
         if self.memory is None or other not in self.on_my_host or not 0 < x.numel() <= LARGEST:
             return None
         return self.memory.channels

@@ -1,15 +1,8 @@
-"""Memory shared by the ranks of one host, and the signals that report its contents.
+"""Unnamed memory that the ranks of one host share, and the signals through Unix sockets that report its contents.
 
-Each rank has anonymous memory that all others map. To send, a rank writes into its own memory and signals; the others
-read after the signal. A signal is sixteen bytes through a Unix socket. A waiting rank sleeps in the kernel, and a rank
-that dies is noticed immediately because its socket closes. The memory has no name and is passed between processes as a
-file descriptor, so nothing has to be cleaned up, however the ranks end.
-
-Memory is allocated from two halves in turn. A rank that has filled one half continues in the other, after all ranks
-have read its contents. When this happens depends only on the sizes of the collectives. All ranks therefore do it at
-the same point of their program, and no two ranks wait for each other.
-
-A half is small at first, and grows to the size that the largest collective needs.
+Memory is allocated from two halves in turn: a rank that has filled one continues in the other, after all ranks have
+read it. That depends on the sizes of the collectives only, so all ranks do it at the same point of their program. A
+half grows to the size that the largest collective needs.
 """
 
 from __future__ import annotations
@@ -58,8 +51,6 @@ class Slot:
 
 
 class _Half:
-    """One half of the memory, with the bytes allocated in it and the slots that this rank has read."""
-
     def __init__(self, begin: int, send: Callable[[int], None]) -> None:
         self.begin, self._send = begin, send
         self.running: list[tuple[RunningCollective, Slot]] = []
@@ -82,10 +73,7 @@ class _Half:
 
 
 class SharedMemory:
-    """One rank's end of the memory that the ranks of a group share.
-
-    `peers` has a connected stream socket to each other rank.
-    """
+    """One rank's end of the memory that the ranks of a group share."""
 
     def __init__(
         self, rank: int, peers: dict[int, socket.socket], memory: Sequence[MappedMemory], waits: GroupWaits
@@ -226,7 +214,6 @@ class SharedMemory:
         return self._last_slot
 
     def _grow(self, size: int) -> None:
-        """Grow the halves to `size` bytes and populate the pages. A mesh axis with single messages needs none."""
         if size > self._grown:
             for piece in self._memory:
                 for begin in (0, HALF):
@@ -287,10 +274,7 @@ def anonymous_memory(size: int) -> int:
 
 
 class MappedMemory:
-    """One rank's memory, mapped: two halves for collectives, and a channel to every rank.
-
-    The descriptor refers to `MappedMemory.size(ranks)` bytes. It is closed.
-    """
+    """One rank's memory, mapped: two halves for collectives, and a channel to every rank."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         try:

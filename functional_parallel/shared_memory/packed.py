@@ -1,7 +1,4 @@
-"""Several tensors that are sent as one bucket. They are packed into the shared memory that is sent.
-
-An all-reduce may write the sums over the tensors.
-"""
+"""Tensors that are sent as one bucket, packed into the shared memory. An all-reduce may write the sums over them."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ class ConcatReader:
         self._done = 0  # elements of the current one
 
     def next(self, length: int) -> list[Tensor]:
-        """Return views of the next `length` elements; none of them is empty."""
         found = []
         while length > 0:
             current = next(self._rest) if self._current is None else self._current
@@ -69,7 +65,6 @@ class LazyBucket:
         self.nbytes, self.length = self.shape.numel() * self.dtype.itemsize, self.shape.numel() // parts
 
     def empty(self, length: int | None = None) -> Tensor:
-        """Allocate flat memory for the full bucket, or for `length` elements."""
         return torch.empty(self.shape if length is None else length, dtype=self.dtype, device=self.device)
 
     def results(self) -> list[Tensor]:
@@ -80,7 +75,6 @@ class LazyBucket:
         ]
 
     def write(self, runs: Sequence[Tensor]) -> None:
-        """Pack the next elements of each run into flat memory, until it is full."""
         self.tensors = ()
         if pieces := self._runs.next(runs[0].numel()):
             for run, piece in zip(runs, zip(*(x.unbind() for x in pieces), strict=True), strict=True):
@@ -102,5 +96,4 @@ def _runs_of(tensors: deque[Tensor], parts: int, dims: Sequence[int]) -> Iterato
 
 
 def to_tensor(x: Operand) -> Tensor:
-    """Return `x` as a tensor. A bucket is packed."""
     return x.whole() if isinstance(x, LazyBucket) else x

@@ -24,12 +24,7 @@ AllGatherObject = Callable[[Any], list[Any]]  # exchanges one object per rank of
 
 
 def connect(rank: int, members: Sequence[int], exchange: AllGatherObject, waits: GroupWaits) -> SharedMemory | None:
-    """Share memory with the ranks of the group on this host, whose ascending numbers are `members`.
-
-    `exchange` is a collective over the entire group, of which every rank calls `connect`. The memory numbers ranks by
-    their index in `members`. The result is None for a single member, and on all ranks of the group if the system of
-    some rank does not support sharing.
-    """
+    """Share memory with the ranks of the group on this host, whose ascending numbers are `members`."""
     me, ranks, seconds = list(members).index(rank), len(members), min(_SECONDS_TO_MEET, waits.timeout)
     peers, memory = dict[int, socket.socket](), dict[int, MappedMemory]()
     descriptor = shared = None
@@ -96,7 +91,6 @@ def _call(me: int, greeting: tuple[str | None, bytes], descriptor: int, seconds:
 def _answer(
     listener: socket.socket, secret: bytes, descriptor: int, ranks: int, seconds: float
 ) -> tuple[int, socket.socket, MappedMemory]:
-    """Accept the next call of a rank that sends the secret."""
     listener.settimeout(seconds)
     while True:
         peer, _ = listener.accept()

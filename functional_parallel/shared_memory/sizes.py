@@ -1,7 +1,4 @@
-"""Shared memory of a host for the collectives and messages of a program, if its ranks are processes with gloo.
-
-Its size follows from the sizes of the messages. Simulated ranks, nccl and mpi use none.
-"""
+"""Shared memory of a host for a program's collectives and messages; none with simulated ranks, nccl and mpi."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ class SharedMemorySizes(ExtraMemory):
     """
 
     def of_collectives(self, collectives: Iterable[Collective], mesh: Mesh) -> int:
-        """Return the maximum of shared memory for collectives: two halves per group of ranks.
-
-        A group with ranks on several hosts uses none.
-        """
+        """Return the maximum of shared memory for collectives: two halves per group of ranks."""
         halves: dict[tuple[str, ...], int] = {}
         for one in collectives:
             if one.kind not in _BY_THE_BACKEND:
@@ -38,7 +32,6 @@ class SharedMemorySizes(ExtraMemory):
         return 2 * sum(halves.values())
 
     def of_messages(self, sizes: Iterable[int]) -> int:
-        """Return the maximum of shared memory for a step's messages to one rank, all in flight at the same time."""
         return min(ROOM, sum(aligned(size) for size in sizes if size <= LARGEST))
 
     def note(self, size: int) -> str:

@@ -1,9 +1,4 @@
-"""Sizes of the shared memory that a collective uses on one host, from the sizes of its messages.
-
-Each rank has two halves for collectives, which are used alternately. It also has a channel to every other rank for
-single messages. A collective of up to `AT_ONCE` bytes uses a slot of its size. A larger collective uses a slot for four
-pieces of about `PIECE` bytes. A half starts at `SMALL_HALF` bytes and grows to the largest slot that was requested.
-"""
+"""Sizes of the shared memory of a collective: a slot of its size up to `AT_ONCE` bytes, else one of four pieces."""
 
 from __future__ import annotations
 
@@ -18,15 +13,11 @@ ALIGNMENT = 64  # a cache line, so that two ranks do not write to the same line
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to a multiple of the cache line."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def places(count: int, length: int, itemsize: int) -> list[slice]:
-    """Return the slices of the pieces of each tensor: one for the full tensor, or several of equal size.
-
-    The last of several pieces may be smaller. `count` tensors of `length` elements are sent together.
-    """
+    """Return the slices of the pieces of each tensor: one for the full tensor, or several of equal size."""
     if count * aligned(length * itemsize) <= AT_ONCE:
         return [slice(0, length)]
     step = max(PIECE // count // ALIGNMENT, 1) * ALIGNMENT // itemsize

@@ -1,7 +1,4 @@
-"""Start one collective: return its steps and a function that computes the result.
-
-Results are allocated before the first step, because values are received into them.
-"""
+"""Start one collective: return its steps, and a function that computes the result."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ Started = tuple[CollectiveSteps, Callable[[], Tensor | BucketOutput]]
 
 
 def all_reduce(memory: SharedMemory, x: Operand, *, overwrite: bool, layout: BucketLayout | None) -> Started:
-    """Sum over the ranks, into the operand's memory if `overwrite`. A layout requests slices of the sum.
-
-    An operand with a layout is flat. If it is a bucket, the layout has one slice per tensor, in their order.
-    """
+    """Sum over the ranks, into the operand's memory if `overwrite`. A layout requests slices of the sum."""
     operand = _resolved(x)
     # up to `AT_ONCE` bytes are sent in one piece and added in one op
     if layout is not None and isinstance(operand, LazyBucket) and operand.nbytes > slots.AT_ONCE:
@@ -72,7 +66,6 @@ def all_gather(memory: SharedMemory, x: Operand, dim: int, *, overwrite: bool, l
 def all_to_all(
     memory: SharedMemory, x: Operand, split_dim: int, concat_dim: int, *, overwrite: bool, layout: BucketLayout | None
 ) -> Started:
-    """Exchange chunks and concatenate the received ones along a dim."""
     operand = _resolved(to_tensor(x))
     assert isinstance(operand, Tensor)
     chunks = operand.chunk(memory.size, split_dim)
@@ -98,5 +91,4 @@ def _unpacked(whole: Tensor, layout: BucketLayout | None) -> Tensor | BucketOutp
 
 
 def _resolved(x: Operand) -> Operand:
-    """Return the values with conjugation and negation bits resolved, detached."""
     return x if isinstance(x, LazyBucket) else x.detach().resolve_conj().resolve_neg()

@@ -1,8 +1,4 @@
-"""Results of a collective on a bucket: each tensor is received into its destination, or sliced from a full result.
-
-What other ranks send is copied directly to its destination, and sums are written there. This saves the full result and
-one copy.
-"""
+"""Results of a collective on a bucket: tensors received into their destination, or sliced from a full result."""
 
 from __future__ import annotations
 
@@ -57,8 +53,6 @@ class SlicedBucket:
 
 
 class FlatOutputs:
-    """Flat tensors, each in separate memory."""
-
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: list[Any] = list(tensors)
 

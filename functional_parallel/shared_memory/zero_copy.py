@@ -58,7 +58,6 @@ class ZeroCopyProgram(RankProgram):
         return lambda x, *targets: start(x, layout=replace(layout, targets=targets))
 
     def _only_sends(self, node: fx.Node, value: fx.Node) -> bool:
-        """Whether an op packs a bucket that only the next op reads, which starts to send it."""
         return value.target is PACK and self.is_started(node) and list(value.users) == [node]
 
     def _layout(self, node: fx.Node) -> BucketLayout | None:
@@ -76,13 +75,11 @@ class ZeroCopyProgram(RankProgram):
         return None
 
     def _is_only_unpacked(self, gather: fx.Node) -> bool:
-        """Whether no op reads the full result, or the values to be overwritten when the gather starts."""
         targets = {user.target for user in gather.users}
         may_write = {UNPACK, UNPACK_INTO} if gather in self._readers else {UNPACK}
         return bool(targets) and targets <= may_write
 
 
 def _old_values(collective: fx.Node) -> list[fx.Node | None]:
-    """Return per result tensor the value that it is unpacked over, or None. The list is empty if there are none."""
     found = [user.args[0] if user.target is UNPACK_INTO else None for user in collective.users]
     return found if any(found) else []

@@ -1,8 +1,4 @@
-"""Allow one call at a time. The ranks of a mesh make their calls in one order; overlapping calls have no order.
-
-Each process schedules its threads differently, and a signal's handler runs at an arbitrary point. A forked process
-holds its parent's connections but is not a rank. Each of them would read bytes that belong to another call.
-"""
+"""Allow one call at a time: overlapping calls of threads, signal handlers or forks have no order that ranks share."""
 
 from __future__ import annotations
 
@@ -14,10 +10,7 @@ from .waits import CURRENT
 
 
 class CallGuard:
-    """Lock held during a call. It refuses other calls, and calls in a process that did not create it.
-
-    After the first overlap it refuses every call: each rank may have let a different call through.
-    """
+    """Lock of a call. After one overlap it refuses every call: each rank may have let a different one through."""
 
     __slots__ = ("_free", "_holder", "_overlap", "_process")
 

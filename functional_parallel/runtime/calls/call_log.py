@@ -1,8 +1,4 @@
-"""Log of this rank's calls, sent with every signal. Ranks in different calls notice it before they mix up messages.
-
-All ranks make the same calls in the same order, so the n-th call of one rank is the n-th call of every rank. Without
-this check, a rank that reads parameters would receive bytes of a rank that takes a step.
-"""
+"""Log of this rank's calls. Signals carry its mark, so that ranks in different calls do not mix up their messages."""
 
 from __future__ import annotations
 
@@ -26,8 +22,6 @@ _MANY = 1_000  # largest number of remembered descriptions
 
 
 class CallListener(Protocol):
-    """Listener that announces this rank's current call to ranks that wait for it elsewhere."""
-
     def announce(self) -> None: ...
 
 
@@ -58,12 +52,10 @@ class CallLog:
         self._told.add(told)
 
     def announce(self) -> None:
-        """Announce the current call to the other ranks, before this rank waits where their signals do not reach it."""
         for each in self._told:
             each.announce()
 
     def refuse(self, other: int, who: str) -> None:
-        """Raise an error that names this rank's call and the call with mark `other` of rank `who`."""
         if other >> _KIND_FROM == self.mark >> _KIND_FROM:
             raise CallMismatchError(
                 f"the ranks were given different batches: {self._me} {self._name(self.mark)}, and {who} does with "
@@ -83,8 +75,6 @@ class CallLog:
 
 @dataclass(frozen=True)
 class GroupWaits:
-    """What a rank's waits for the others of its group need, if they are not torch's."""
-
     timeout: float = 600.0  # seconds to wait for another rank
     doing: CallLog = field(default_factory=CallLog)
     names: Sequence[str] = ()

@@ -1,7 +1,5 @@
-"""Weak reference to a torch process group.
-
-A strong reference would outlive `destroy_process_group`. gloo's threads end with their group and would then outlive
-the interpreter. A thread that frees a tensor after that ends the process with SIGABRT.
+"""Weak reference to a torch process group. A strong one would keep gloo's threads alive after `destroy_process_group`,
+and a thread that frees a tensor after the interpreter has ended aborts the process.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import torch.distributed as dist
 
 
 class ProcessGroupRef:
-    """Weak reference to a process group that torch.distributed holds."""
-
     __slots__ = ("_group",)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -21,7 +17,6 @@ class ProcessGroupRef:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group, unless it was destroyed."""
         if (group := self._group()) is None:
             raise RuntimeError("torch.distributed.destroy_process_group() has let the processes go")
         return group

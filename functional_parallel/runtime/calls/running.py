@@ -15,16 +15,11 @@ Result = TypeVar("Result")
 
 
 class Waitable(Protocol):
-    """A message in flight, such as torch's handle of an asynchronous operation."""
-
     def wait(self) -> bool | None: ...
 
 
 class PendingCollective:
-    """A started collective. `start` returns torch's handle, or None if no data must be sent.
-
-    `finish` computes the result after all bytes have arrived. Until then its closure keeps the buffers alive.
-    """
+    """A started collective. `start` returns torch's handle, or None if no data must be sent."""
 
     __slots__ = ("_began", "_finish", "_on", "_work")
 
@@ -34,7 +29,6 @@ class PendingCollective:
         self._work = self._noted(start)
 
     def wait(self) -> Any:
-        """Wait and return the result: a contiguous tensor, or several tensors."""
         if self._work is not None:
             self._noted(self._work.wait)
         result = self._finish()
@@ -45,7 +39,6 @@ class PendingCollective:
         return result
 
     def then(self, convert: Callable[[Any], Any]) -> PendingCollective:
-        """Convert the result."""
         finish = self._finish
         self._finish = lambda: convert(finish())
         return self

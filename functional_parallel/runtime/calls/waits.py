@@ -1,8 +1,4 @@
-"""Waits of one rank for others: their descriptions in messages, and the error of a failed wait.
-
-`CURRENT` has the current call and wait of this process, which the watch thread reads, and the findings of the watch.
-Steps write a few attributes per call and per wait, without a lock. The watch reads them once a second.
-"""
+"""Waits of one rank for others: their names, their errors, and `CURRENT`, which the watch thread reads."""
 
 from __future__ import annotations
 
@@ -29,8 +25,6 @@ _TIMED_OUT = ("timed out", "timeout", "no signal from")
 
 
 class Lost(NamedTuple):
-    """The reason why no wait of this process can end."""
-
     text: str  # empty if a rank died
     out_of_step: bool = False  # whether ranks made different calls
 
@@ -57,13 +51,11 @@ class Current:
         self.calls.append(what)
 
     def fail(self, error: BaseException) -> None:
-        """Note that the current call ended by an error on this rank."""
         self.failed[self.count] = brief(error)
         self.wake()
 
 
 def brief(error: BaseException) -> str:
-    """Return an error's kind and the first line of its text."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0][:2000]}" if lines else type(error).__name__
 
@@ -102,7 +94,6 @@ class NamedWait:
 
     @property
     def what(self) -> str:
-        """Description of the activity, to be read after this rank's name and a colon."""
         return self._what
 
     @property
@@ -110,7 +101,6 @@ class NamedWait:
         return rank_name(self.mesh, self.rank)
 
     def place(self) -> str:
-        """Return the activity and its source line, to be read after "waits in"."""
         return f"{self.what} at {self.where}" if self.where else self.what
 
     @contextmanager

@@ -1,8 +1,4 @@
-"""Write a program as one flat Python function: one line per op, values freed after their last use, casts as aliases.
-
-Both runtimes use the writer; they differ in the right-hand sides. On one rank, a value is a tensor. For simulated
-ranks, it is a list with one tensor per class, and a line loops over the classes of its result.
-"""
+"""Write a program as one flat Python function: one line per op, values freed after their last use, casts as aliases."""
 
 from __future__ import annotations
 
@@ -27,13 +23,9 @@ _FILE, _ENDS = "<program>", "__ends__"  # of the function, and the lines of its 
 
 @dataclass
 class Writer:
-    """Writes the function.
+    """`line(node, writer)` returns the right-hand side of one op; an op that it adds to `pending` returns a handle.
 
-    `line(node, writer)` returns the right-hand side for one op. It may add objects to `constants` and name them. An op
-    that it also adds to `pending` returns a handle. The handle's `wait()` is called before the first use and returns
-    the value. `order` is the order in which ops are written, by default the graph's. `readers` maps each op that writes
-    into its operands to the ops that must have read them before. `record` notes the result of each op. `recorded` tells
-    that a CUDA graph records the kernels.
+    `readers` maps each op that writes into its operands to the ops that must have read them before.
     """
 
     traced: Traced
@@ -78,7 +70,6 @@ class Writer:
         return result
 
     def constant(self, value: Any) -> str:
-        """Return a name for an object that the function refers to."""
         name = f"k{len(self.constants)}"
         self.constants[name] = value
         return name
@@ -89,7 +80,6 @@ class Writer:
         return self.constant(_torch.direct_call(_torch.stride_free(target)))
 
     def argument(self, value: fx.node.Argument, node_text: Callable[[fx.Node], str]) -> str:
-        """Return an argument as source text. A value without a literal form becomes a constant."""
         if isinstance(value, fx.Node):
             return node_text(value)
         if isinstance(value, (list, tuple)):
@@ -107,7 +97,6 @@ class Writer:
         return f"{self.op(node.target)}({', '.join(parts)})"
 
     def _moved(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
-        """Return a copy of a value on a device. In recorded kernels, a constant is copied to it before."""
         (source, *_), aval = node.args, info(node).aval
         placed = partial(_placed, dtype=aval.dtype, device=aval.device)
         if self.recorded and source.op == "get_attr":
@@ -123,7 +112,6 @@ class Writer:
         return [f"{self.names[value]} = {self.names[value]}.wait()" for value in late]
 
     def _last_uses(self, order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Return, per node, the values that no later node uses."""
         kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
         last = {operand: node for node in order for operand in operands_of(node)}
         drops: dict[fx.Node, list[fx.Node]] = {}
@@ -152,7 +140,6 @@ def is_alias(node: fx.Node, differentiable: bool) -> bool:
 
 
 def is_moved_to_device(node: fx.Node) -> bool:
-    """Whether an op copies a value from main memory to a device."""
     if node.target is not aten._to_copy.default or not isinstance(node.args[0], fx.Node):
         return False
     return in_main_memory(info(node.args[0]).aval) and not in_main_memory(info(node).aval)

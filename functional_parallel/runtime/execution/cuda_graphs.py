@@ -1,11 +1,7 @@
 """Run a program as a CUDA graph: its kernels are recorded once, and launched by one call from then on.
 
-A graph reads and writes fixed memory, its buffers. The buffer of a donated input is the memory of the input itself, and
-the result that replaces it is written there. The next step is therefore given its own buffers and copies nothing. Other
-inputs are copied into buffers. Other results are copied out of the graph, which overwrites its own at the next launch.
-
-The first call runs op by op, in the buffers, on a side stream: kernels are compiled and libraries initialised there.
-The second call records. Nothing runs while kernels are recorded, so a failure leaves the state as it was.
+A donated input is a buffer of the graph, and the result that replaces it is written there, so a step that is given its
+own results copies nothing. The first call runs op by op on a side stream, and the second one records.
 """
 
 from __future__ import annotations
@@ -41,7 +37,6 @@ class GraphRecorder:
             torch.cuda.current_stream(device).wait_event(self._last[device])
 
     def run_aside(self, device: torch.device, run: Callable[[], Tensors]) -> Tensors:
-        """Run a function op by op, as is needed before it is recorded."""
         with torch.cuda.device(device):
             stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -53,10 +48,7 @@ class GraphRecorder:
             return results
 
     def record(self, device: torch.device, run: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        """Record the kernels of a function, without running them. Return its results, and a function that runs them.
-
-        The results have their values after each run, until the next one.
-        """
+        """Record the kernels of a function, without running them. Return its results, and a function that runs them."""
         with torch.cuda.device(device):
             pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
             graph = torch.cuda.CUDAGraph()
@@ -86,10 +78,7 @@ class _Replaced(NamedTuple):
 
 
 class CapturedFunction:
-    """Function of a program on handles, which runs as a CUDA graph from its second call on.
-
-    There is one graph for each state that is in use at the same time. A graph whose state is gone takes the next one.
-    """
+    """Function of a program on handles, which runs as a CUDA graph from its second call on."""
 
     def __init__(self, program: Program, function: Function) -> None:
         self.name, self.function = program.name, function
@@ -113,8 +102,6 @@ class CapturedFunction:
 
 
 class _Graph:
-    """One graph with its buffers."""
-
     def __init__(self, of: CapturedFunction, leaves: Tensors, tree: Any, owners: list[int]) -> None:
         self.of, self._tree, self._owners = of, tree, owners
         self._donated = [index for index, owner in enumerate(owners) if of.known[owner].donated]
@@ -137,7 +124,6 @@ class _Graph:
         return all(_is_at(leaves[index], self.buffers[index]) for index in self._donated)
 
     def is_free(self) -> bool:
-        """Whether no state lies in the buffers."""
         return not self._replaced or self.buffers[self._replaced[0].input].data_ptr() not in _handed_out
 
     def take(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -169,7 +155,6 @@ class _Graph:
             ) from error
 
     def _call(self) -> Tensors:
-        """Run the function on the buffers, and write the results that replace inputs into the buffers of these."""
         handles = self.of.function(optree.tree_unflatten(self._tree, self.buffers))
         results: Tensors
         results, self._out_tree = optree.tree_flatten(handles)
@@ -188,7 +173,6 @@ class _Graph:
         return results
 
     def _replacements(self, handles: Sequence[Any]) -> list[_Replaced]:
-        """Match the donated inputs with the results that replace them, tensor by tensor."""
         ends = [0, *itertools.accumulate(len(optree.tree_leaves(handle)) for handle in handles)]
         inputs: dict[int, list[int]] = {}
         for index in self._donated:
@@ -201,7 +185,6 @@ class _Graph:
         return found
 
     def _left(self, results: Tensors) -> list[Any]:
-        """Return the results as handles: the state in the buffers, other values in separate memory."""
         homes = {result for result, _ in self._replaced}
         leaves = [x if index in homes else x.clone() for index, x in enumerate(results)]
         if self._replaced:  # the tensors of a state live equally long, so one of them tells

@@ -1,8 +1,4 @@
-"""Region of a program, with pure ops only, compiled by torch's inductor.
-
-Regions of the same structure are one object while any of them is in use, so equal layers are compiled once. A region is
-compiled when it first runs, for the strides that its operands have then.
-"""
+"""Region of a program, compiled by inductor when it first runs. Equal regions are one object while one is in use."""
 
 from __future__ import annotations
 

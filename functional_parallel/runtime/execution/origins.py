@@ -1,8 +1,6 @@
-"""Find the op that computed a non-finite value: run a program op by op and record which results are not finite.
+"""Find the op that computed a non-finite value: run op by op, and follow non-finite operands back from the results.
 
-The search starts at the program's non-finite results. It follows non-finite operands back to an op with only finite
-operands. An infinite value that the model writes on purpose, as in an attention mask, counts as finite until an op
-turns it into a NaN.
+Infinite values that a model writes on purpose, as in an attention mask, count as finite until an op makes a NaN.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ class Origin:
 
 @dataclass
 class Log:
-    """The first origin found in a step, in the order in which its programs ran."""
-
     first: Origin | None = None
     programs: int = 0  # that ran
 
@@ -53,7 +49,6 @@ class Recorded:
         self._found: dict[fx.Node, _Counts | None] = {}  # None if all values are finite
 
     def run(self, function: Callable[[list[Handle]], list[Handle]], handles: list[Handle], log: Log) -> list[Handle]:
-        """Run the function that was written to record by `note`, and log the op that computed a non-finite value."""
         for node, handle in zip(self.traced.inputs, handles, strict=True):
             self.note(node, handle)
         for node in self.traced.graph.nodes:
@@ -106,8 +101,6 @@ class Recorded:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Numbers of non-finite values, and a rank that has them."""
-
     nan: int
     infinite: int
     of: int
@@ -125,7 +118,6 @@ def _has_infinite_number(node: fx.Node) -> bool:
 
 
 def _non_finite(value: PyTree, rank: int) -> _Counts | None:
-    """Return the numbers of NaN values, infinite values, and all values; None if all are finite."""
     if isinstance(value, (tuple, list)):
         return next(filter(None, (_non_finite(part, rank) for part in value)), None)
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()) or value.is_meta:

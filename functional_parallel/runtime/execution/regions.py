@@ -1,11 +1,7 @@
-"""Compile the regions of pure computation in a program. Collectives keep their positions.
+"""Compile the regions of pure ops in a program, between the starts and waits of collectives and writes into operands.
 
-The ops are read in the order in which one rank runs them, from `overlapped`. A region is the ops between the starts and
-waits of two collectives, and between ops that write into their operands. Collectives therefore stay in flight as long
-as without regions. A long region is cut between its layers, which makes the pieces equal, so they are compiled once.
-
-A region returns tensors in separate memory. Views that others need are computed outside the region, from their bases.
-Memory is therefore shared exactly as without regions.
+Collectives stay in flight as long as without regions. Long regions are cut between layers, so that equal pieces compile
+once. Views that others need are computed outside, from their bases, so memory is shared as without regions.
 """
 
 from __future__ import annotations
@@ -58,7 +54,6 @@ class RegionProgram:
 
 
 def with_regions(program: Program) -> RegionProgram:
-    """Return the program's graph with its regions, built once."""
     if "regions" not in program.cache:
         program.cache["regions"] = _RegionBuilder(program).result()
     regions: RegionProgram = program.cache["regions"]
@@ -69,7 +64,6 @@ def with_regions(program: Program) -> RegionProgram:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether an op is a view of its one operand, or a copy if the operand's strides require it."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])
     if primitive_name(node) == "pcast" or node.target in _VIEWS:
@@ -90,7 +84,6 @@ def _is_seen_through(node: fx.Node) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether an op may run in a region: a cast, an unpacked tensor, or an aten op that neither writes nor draws."""
     if node.target is operator.getitem:
         return _is_pure(node.args[0])
     if primitive_name(node) == "pcast" or node.target is UNPACK:
@@ -111,7 +104,6 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    """Whether inductor generates a loop for an op and can fuse it. Other ops are calls of kernels."""
     if node.target is operator.getitem or node.target is UNPACK or _is_view(node):
         return False
     name = node.target._schema.name.removeprefix("aten::")
@@ -119,7 +111,6 @@ def _is_fusible(node: fx.Node) -> bool:
 
 
 def _stretches(order: Sequence[fx.Node], mesh: Mesh) -> list[list[fx.Node]]:
-    """Group consecutive pure ops without a wait in between. Every other op is a separate group."""
     protected = {storage_root(value) for node in order for value in mutated_operands(node)}
     under_way: set[fx.Node] = set()
     found: list[list[fx.Node]] = []
@@ -139,7 +130,6 @@ def _stretches(order: Sequence[fx.Node], mesh: Mesh) -> list[list[fx.Node]]:
 
 
 def _cut(stretch: list[fx.Node]) -> list[list[fx.Node]]:
-    """Cut a stretch between its layers. If a piece is still long, cut where the fewest values cross."""
     crossing = _crossing(stretch)
     cuts = [0, *cuts_between_repeats([_token(node) for node in stretch], crossing), len(stretch)]
     index = 1
@@ -153,20 +143,17 @@ def _cut(stretch: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _after_results(stretch: Sequence[fx.Node], cut: int) -> int:
-    """Return the position of a cut, moved so that the results of an op stay with it."""
     while cut < len(stretch) and stretch[cut].target is operator.getitem:
         cut += 1
     return cut
 
 
 def _token(node: fx.Node) -> str:
-    """Return a description of an op with the signatures of its operands instead of their names."""
     args = walk_args((node.args, node.kwargs), lambda a: info(a).val if isinstance(a, fx.Node) else a)
     return f"{node.target} {args}"
 
 
 def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
-    """Return, per op, the number of values that a cut before it would let cross."""
     position = {node: index for index, node in enumerate(stretch)}
     change = [0] * (len(stretch) + 1)
     for node, index in position.items():
@@ -218,7 +205,6 @@ class _RegionBuilder:
         self.new[node] = self.done_by[node] = copy
 
     def _write(self, part: Sequence[fx.Node]) -> None:
-        """Write ops as a region if that is worth it. Views at its end that it does not use are written after it."""
         if sum(map(_is_fusible, part)) < _LEAST_OPS or not all(map(_is_pure, part)):
             for node in part:
                 self._copy(node)
@@ -230,7 +216,6 @@ class _RegionBuilder:
             self._copy(node)
 
     def _leaving(self, inside: Mapping[fx.Node, Any]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Return the values that other ops need: results in separate memory, and views to compute outside, in order."""
         leaves = {out for out in self.old.outputs if isinstance(out, fx.Node)}
         wanted = [n for n in inside if n in leaves or any(user not in inside for user in n.users)]
         results: dict[fx.Node, None] = {}
@@ -278,7 +263,6 @@ def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _key(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
-    """Return the structure of a region. It is equal for equal ops on operands of equal shapes, dtypes and devices."""
     number = {node: index for index, node in enumerate([*operands, *ops])}
     lines = [repr(info(node).val) for node in operands]
     for node in ops:

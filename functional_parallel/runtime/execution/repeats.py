@@ -50,7 +50,6 @@ def _at(crossing: Sequence[int], start: int, period: int, copies: int) -> list[i
 
 
 def _periods(tokens: Sequence[Hashable]) -> list[int]:
-    """Return the most common distances between an element and the next equal one, weighted by kind of element."""
     last: dict[Hashable, int] = {}
     count = Counter(tokens)
     weights: dict[int, float] = {}
@@ -63,7 +62,6 @@ def _periods(tokens: Sequence[Hashable]) -> list[int]:
 
 
 def _runs(tokens: Sequence[Hashable], period: int) -> list[tuple[int, int]]:
-    """Return start and length of runs, of at least a period, in which elements repeat after one period."""
     found, start = [], 0
     for index in range(len(tokens) - period + 1):
         if index == len(tokens) - period or tokens[index] != tokens[index + period]:

@@ -1,8 +1,4 @@
-"""Process group of torch.distributed whose collectives and messages are MPI's nonblocking ones, by mpi4py.
-
-Only this module imports mpi4py at the top, so that nobody loads MPI who does not use it. Tensors are in main memory and
-contiguous. Collectives that do not add carry bytes.
-"""
+"""Process group of torch.distributed by MPI's nonblocking calls. No other module imports mpi4py at its top."""
 
 from __future__ import annotations
 
@@ -110,8 +106,6 @@ class _MPIProcessGroup(dist.ProcessGroup):
 
 
 class _Work(dist.Work):
-    """A request of MPI, with the tensors that it reads and writes."""
-
     def __init__(
         self, requests: list[MPI.Request], held: Sequence[Tensor], seconds: float, finish: Callable[[], None] | None
     ) -> None:
@@ -122,7 +116,6 @@ class _Work(dist.Work):
         return bool(MPI.Request.Testall(self._requests))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the request is complete, the timeout has passed, or the watch knows that it cannot complete."""
         seconds = self._seconds if not timeout else timeout.total_seconds()
         began, spins = time.monotonic(), 0
         while not MPI.Request.Testall(self._requests):
@@ -148,6 +141,5 @@ def _raw(x: Tensor) -> list[Any]:
 
 
 def _by_rank(x: Tensor, counts: Sequence[int], size: int) -> list[Any]:
-    """Return a buffer with its bytes per rank. No counts mean equal parts of the first dim."""
     row = x.nbytes // x.shape[0] if x.shape[0] else 0
     return [_bytes(x), [count * row for count in counts or [x.shape[0] // size] * size], MPI.BYTE]

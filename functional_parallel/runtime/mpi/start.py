@@ -1,8 +1,4 @@
-"""Choice of the backend of the processes by an environment variable, and the start of those of mpirun.
-
-mpirun alone does not choose MPI: many scripts use it to start processes of gloo or nccl. MPI knows what other launchers
-write into the environment.
-"""
+"""Backend that an environment variable chooses, and the start of mpirun's processes, which may use any backend."""
 
 from __future__ import annotations
 
@@ -18,10 +14,7 @@ _SET_BY_MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # of Open MP
 
 
 def chosen_backend() -> str | None:
-    """Return the backend that the environment variable names, or None.
-
-    A process that no launcher started simulates its ranks, whatever the variable says.
-    """
+    """Return the backend that the environment variable names, or None."""
     name = os.environ.get(BACKEND_VARIABLE, "")
     if name and name not in _KNOWN:
         raise ValueError(f"{BACKEND_VARIABLE}={name!r}: write one of {', '.join(map(repr, _KNOWN))}")
@@ -36,10 +29,7 @@ def chosen_backend() -> str | None:
 
 
 def start_mpi(name: str) -> str:
-    """Set the variables of a launcher from MPI's, and return the backend for `init_process_group`.
-
-    All processes must call this. "mpi" means torch's own backend if this build of torch has it, else mpi4py.
-    """
+    """Set the variables of a launcher from MPI's, and return the backend for `init_process_group`."""
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
@@ -68,7 +58,6 @@ def start_mpi(name: str) -> str:
 
 
 def _address(is_on_one_host: bool) -> dict[str, str]:
-    """Return the address of the store that rank 0 will serve, in the variables of a launcher."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]

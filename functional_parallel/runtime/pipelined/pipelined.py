@@ -1,9 +1,6 @@
-"""Runtime of a pipeline: each rank of its axis runs its actions of the schedule and sends values to others.
+"""Runtime of a pipeline: it wraps a mesh's runtime, which runs each single program over the other axes.
 
-It wraps a mesh's runtime, which runs each single program over the other axes. With simulated ranks, all ranks of the
-pipeline are in this process, and a message passes a value from one executor to another. With real processes, this
-process is one rank, and messages are nonblocking sends and receives. These do not carry derivatives. If a derivative
-of a compiled pipeline is taken from outside, every process therefore simulates all ranks of the axis.
+Messages between processes carry no derivatives. For a derivative from outside, every process simulates all ranks.
 """
 
 from __future__ import annotations
@@ -85,7 +82,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return result
 
     def _from_a_holder(self, placed: PipelineValue) -> Part:
-        """Return a value that some ranks of the pipeline hold, on this rank too."""
         assert placed.holders is not None
         source = min(placed.holders)
         if self.carrier is None:
@@ -123,7 +119,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
 
     def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> PipelineValue:
-        """Return the handle of a full tensor on the ranks of the pipeline that read it."""
         aval = Aval(tuple(local_shape(x.shape, spec, self.mesh)), x.dtype, x.device)
         here = holders & frozenset(self.ranks)
         return PipelineValue(dict.fromkeys(here, self.base.entered(x, spec)) if here else {}, holders, aval)
@@ -299,7 +294,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return [list(part) for part in zip(*(self._chunks(x, count, dim) for x in handle), strict=True)]
 
     def _last_or_mean(self, program: PipelineProgram, node: fx.Node, worker: AsyncRankExecutor) -> Part:
-        """Return the value after the last update if it replaces an input, else the mean over updates."""
         if node in program.epilogue.replaces:
             last: Part = worker.results[-1][node]
             return last

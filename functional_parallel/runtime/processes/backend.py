@@ -1,7 +1,4 @@
-"""Collectives by a torch.distributed backend: started here, finished when they are waited for.
-
-Collectives that do not add send raw bytes, so that every backend supports every dtype.
-"""
+"""Collectives by a torch.distributed backend: started here, finished when they are waited for."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ class TorchCollectives:
     def all_gather(
         self, x: Tensor, axes: Axes, finish: Callable[[list[Tensor]], Result], wait: CollectiveWait
     ) -> PendingCollective:
-        """Gather all ranks' values and pass them to `finish`, in the order of the axes."""
         members = self._groups.over(axes)
         mine = as_bytes(x)
         buffer = mine.new_empty(members.size * mine.numel())
@@ -67,10 +63,7 @@ class TorchCollectives:
         wait: CollectiveWait,
         expected: Sequence[Sequence[int]] | None = None,
     ) -> PendingCollective:
-        """Send chunk i to rank i. Pass the received chunks to `finish`, in the order of the axes.
-
-        `expected` has the shapes of the received chunks if they are not those of the sent ones.
-        """
+        """Send chunk i to rank i. Pass the received chunks to `finish`, in the order of the axes."""
         shapes = [torch.Size(shape) for shape in expected or [chunk.shape for chunk in chunks]]
         members = self._groups.over(axes)
         to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]
@@ -93,7 +86,6 @@ class TorchCollectives:
         )
 
     def broadcast(self, x: Tensor, axes: Axes, source: int, wait: CollectiveWait) -> PendingCollective:
-        """Send the value of the rank at index `source` to every rank."""
         members = self._groups.over(axes)
         buffer = as_bytes(x).clone()
         return self._started(
@@ -106,7 +98,6 @@ class TorchCollectives:
     def _started(
         self, wait: CollectiveWait, axes: Axes, start: Callable[[], Waitable | None], finish: Callable[[], Any]
     ) -> PendingCollective:
-        """Start a collective of the backend, and announce it to ranks that wait for this one elsewhere."""
         self._doing.announce()
         roll_call = self._groups.over(axes).roll_call
 

@@ -1,9 +1,4 @@
-"""Control messages between ranks outside programs: agreement on the next call, and exchange of Python objects.
-
-A rank that enters a collective waits until the timeout if another rank does not enter it. Data of one rank may keep it
-from the next call. Ranks therefore agree first: one reduction of three numbers in main memory, which waits for no
-device. Programs may be called inside torch.func's transforms; the messages are not part of them.
-"""
+"""Control messages between ranks outside programs: agreement on the next call, and exchange of Python objects."""
 
 from __future__ import annotations
 
@@ -42,11 +37,7 @@ class ControlGroup:
         self.device = torch.device("cuda" if on_devices and backend is None else "cpu")
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
-        """Check that all ranks are about to make the same call, and return the largest of their numbers.
-
-        `doing` describes this rank's next call, to be read after "rank 0". `otherwise` is advice for the user if
-        another rank makes a different call, or none. A mismatch is raised on every rank.
-        """
+        """Check that all ranks are about to make the same call; return the largest of their numbers."""
         mark = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "big")
         with self._turn:
             self._comes("agrees with the others about what to do")

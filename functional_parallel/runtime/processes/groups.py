@@ -1,7 +1,6 @@
-"""Process groups of a mesh: one per set of ranks that differ only along some axes.
+"""Process groups of a mesh: one per set of ranks that differ only along some axes, all created together.
 
-Creating a group is a collective of all ranks, so all groups are created together, in one order on all ranks. If they
-were created on first use, two ranks that first use them in different orders would hang.
+Ranks that created them on first use, in different orders, would hang.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ Value = TypeVar("Value")
 
 
 class AxisGroup:
-    """The ranks of one collective, numbered in the order of the axes, the first axis major.
-
-    `seats` has each rank's number in torch's group, which is in the order of global ranks.
-    """
+    """The ranks of one collective, numbered in the order of the axes, the first axis major."""
 
     def __init__(self, handle: ProcessGroupRef, rank: int, ranks: tuple[int, ...], waits: GroupWaits) -> None:
         self._handle, self.ranks, self.waits = handle, ranks, waits
@@ -46,7 +42,6 @@ class AxisGroup:
 
     @property
     def handle(self) -> dist.ProcessGroup:
-        """Torch's process group, for as long as torch holds it."""
         return self._handle.group
 
     def messages(self) -> TaggedMessages:
@@ -57,22 +52,15 @@ class AxisGroup:
         )
 
     def in_order(self, parts: Sequence[Value]) -> list[Value]:
-        """Reorder from torch's order to the order of the axes."""
         return [parts[seat] for seat in self.seats]
 
     def by_seat(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Reorder from the order of the axes to torch's order."""
         placed = dict(zip(self.seats, parts, strict=True))
         return [placed[seat] for seat in range(len(parts))]
 
 
 class _CallCheck:
-    """One rank's end of a check that all ranks make the same call.
-
-    Messages and the backend's collectives carry bytes only, and two different calls may send equally many. The ranks
-    therefore exchange their call ids with the first collective of every call. The answer arrives with the first result.
-    The tag of messages is `ROLL_CALL`, so that ranks in other calls are heard too.
-    """
+    """Exchange of call ids with the first collective of a call: bytes of two calls may be equally many."""
 
     def __init__(self, others: Sequence[int], messages: TaggedMessages, waits: GroupWaits) -> None:
         self._others, self._messages, self._waits = others, messages, waits
@@ -80,10 +68,7 @@ class _CallCheck:
         self._answer: Waitable = COMPLETED
 
     def ask(self) -> Waitable:
-        """Send the id of this rank's call to the others, once per call. Wait for the answer before using their data.
-
-        Waiting raises `CallMismatchError` if a rank makes a different call. All ranks ask before the same collectives.
-        """
+        """Send this rank's id, once per call. Waiting for the answer raises if a rank makes a different call."""
         if self._waits.doing.mark != self._asked:
             self._asked = self._waits.doing.mark
             self._answer = _Answer(self._others, self._messages, self._waits)
@@ -136,7 +121,6 @@ class MeshGroups:
 
 
 def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], ProcessGroupRef]:
-    """Return a rank's process groups by their ranks. Every rank creates every group, in the same order."""
     names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
     few = chain.from_iterable(combinations(names, number) for number in range(1, _MOST_AXES_TOGETHER + 1))
     made: dict[frozenset[int], dist.ProcessGroup] = {}

@@ -25,10 +25,7 @@ class Messages(Protocol):
 
 
 class TaggedMessages:
-    """Messages under a tag, so that those of other calls are not received instead.
-
-    `seats` has each rank's number in torch's group.
-    """
+    """Messages under a tag, so that those of other calls are not received instead."""
 
     __slots__ = ("_handle", "_seats", "_tag")
 

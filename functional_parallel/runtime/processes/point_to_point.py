@@ -20,11 +20,7 @@ _KINDS = (RuntimeError, ValueError)  # errors of torch's messages
 
 
 class PointToPoint:
-    """Messages of one rank, numbered along some axes: that of a pipeline, or all.
-
-    Between two ranks, messages arrive in the order of their sends, and the schedule's receives are posted in that
-    order. They therefore need no tags.
-    """
+    """Messages of one rank along some axes. Receives are posted in the order of the sends, so they need no tags."""
 
     def __init__(self, carrier: ProcessCommunicator, axes: Sequence[str], rank: int, device: torch.device) -> None:
         self.carrier, self.axes, self.rank, self.device = carrier, tuple(axes), rank, device
@@ -57,11 +53,7 @@ class PointToPoint:
     def exchange(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[Aval]]
     ) -> dict[int, list[torch.Tensor]]:
-        """Send values to ranks and receive values from them, with the values of each dtype joined.
-
-        In each pair, the lower rank sends before it receives and the higher rank receives first. Pairs are handled in
-        order. No cycle of waits can form, even if a send waits for its receive.
-        """
+        """Exchange values with ranks. In each pair the lower rank sends first, so that no cycle of waits forms."""
         began = time.monotonic()
         under_way = []
         for rank in sorted(outgoing.keys() | incoming.keys()):
@@ -100,8 +92,6 @@ class PointToPoint:
 
 
 class _MessageWait(NamedWait):
-    """A wait for a message of the schedule, or of an exchange with a rank."""
-
     __slots__ = ("_name",)
 
     def __init__(self, carrier: ProcessCommunicator, axes: Sequence[str], name: Send | Receive | int) -> None:

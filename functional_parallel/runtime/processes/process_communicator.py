@@ -1,8 +1,4 @@
-"""Collectives between real processes, over torch.distributed with nccl, gloo, mpi or mpi4py.
-
-A reduce-scatter is an exchange of chunks and a sum in rank order. It has the same traffic, gives the same sums as
-`collectives.reference`, and avoids gaps in the backends. Only nccl uses its own, which is faster.
-"""
+"""Collectives between real processes, over torch.distributed with nccl, gloo, mpi or mpi4py."""
 
 from __future__ import annotations
 
@@ -30,12 +26,7 @@ _REDUCED_BY = dict.fromkeys(("gloo", "nccl"), _REDUCED_BY_ALL | {torch.float16, 
 
 
 class ProcessCommunicator:
-    """Communicator of a mesh: runs its collectives between processes of an initialised torch.distributed, one per rank.
-
-    This class uses the backend's collectives. The reduction is "fast", sums in any order, or "ordered", in rank order,
-    bit-equal to simulated ranks. A timeout of None is torch's default. `algorithm` is the requested name of a
-    transport. Settings must be equal on all ranks.
-    """
+    """Communicator of a mesh: collectives between processes, one per rank, by their backend."""
 
     def __init__(
         self,
@@ -58,7 +49,6 @@ class ProcessCommunicator:
         self._backend = TorchCollectives(self._groups, self.doing)
 
     def bound(self) -> AbstractContextManager[None]:
-        """Bind the axes of the mesh for collectives inside a `with` block."""
         return nullcontext() if are_bound(self.mesh.shape, self) else bind(self.mesh.shape, self)
 
     # --- the primitives ---
@@ -66,11 +56,7 @@ class ProcessCommunicator:
     def start(
         self, call: CollectiveCall, x: Tensor, *, overwrite: bool = False, where: str = "", operation: str = ""
     ) -> PendingCollective:
-        """Start a primitive of a kind in `STARTED` on a tensor, which must not change until the result is waited for.
-
-        With `overwrite`, the result of a psum may use the operand's memory. Messages have `where`, the source line, and
-        `operation` if it differs from the call's kind.
-        """
+        """Start a primitive of a kind in `STARTED` on a tensor, which must not change until the wait."""
         wait = self._wait(operation or call.kind, x, call.axes, where)
         options = {"overwrite": overwrite} if call.kind == "psum" else call.routing
         started: PendingCollective = getattr(self, f"_start_{call.kind}")(x, call.axes, wait, **options)
@@ -132,10 +118,7 @@ class ProcessCommunicator:
     def _extreme(
         self, operation: str, x: Tensor, axes: Axes, among: Callable[[Sequence[Tensor]], list[Tensor]]
     ) -> Tensor:
-        """Gather small operands. Exchange chunks of large ones, reduce one chunk per rank, and gather the results.
-
-        A backend's own maximum of NaN and a number may be either, depending on the order of the ranks.
-        """
+        """Reduce here: a backend's own maximum of NaN and a number depends on the order of the ranks."""
         count = self._groups.over(axes).size
         if count * x.nbytes <= GATHERED:
             return among(self.all_gather(x.unsqueeze(0), axes, 0, operation).unbind())[0]
@@ -167,7 +150,6 @@ class ProcessCommunicator:
         return reference.psum(self._collected("reduce", x, axes, owner))[0]
 
     def _collected(self, operation: str, x: Tensor, axes: Axes, owner: int) -> list[Tensor]:
-        """Return the values of all ranks, on the owner, and tensors without memory on the others."""
         ranks, is_owner = self._groups.over(axes).size, self.axis_index(axes) == owner
         to_send = [x if rank == owner else x.new_empty(0) for rank in range(ranks)]
         expected = [x.shape if is_owner else (0,)] * ranks
@@ -194,15 +176,12 @@ class ProcessCommunicator:
         return wait
 
     def messages(self, axes: Axes, device: torch.device) -> Messages:
-        """Return messages along some axes, with ranks numbered in their order. All ranks must call this."""
         return self._groups.over(axes).messages()
 
     def algorithms(self, axes: Axes) -> str:
-        """Return the way of collectives over these axes. All ranks must call this."""
         return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
 
     def require_capturable(self, name: str, axes: Iterable[Axes]) -> None:
-        """Raise `BackendError` unless a CUDA graph can hold collectives over these axes."""
         for each in axes:
             backend = self._groups.over(each).backend
             if backend != "nccl":
@@ -225,7 +204,6 @@ def require_as_many(mesh: Mesh) -> None:
 
 
 def _agree(mesh: Mesh, settings: dict[str, str]) -> None:
-    """Check that settings are equal on all ranks. Ranks with different ones would wait until the timeout."""
     everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
     with NamedWait(mesh, dist.get_rank(), range(mesh.size), "comparing settings with the other ranks").noted():
         dist.all_gather_object(everywhere, settings)

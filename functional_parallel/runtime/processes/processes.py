@@ -1,8 +1,4 @@
-"""Runtime with one rank of a mesh in this process and its peers in others, over torch.distributed.
-
-Before the first run of a program, all ranks compare its fingerprint. Ranks with different programs then raise an error
-in seconds, and do not hang in mismatched collectives.
-"""
+"""Runtime with one rank of a mesh in this process and its peers in others, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -48,12 +44,7 @@ _DERIVED = ", on tensors that require a gradient"  # collectives run one at a ti
 
 
 class ProcessRuntime(Runtime[torch.Tensor, Program]):
-    """Runs programs on real ranks. A handle is this rank's tensor.
-
-    If there is no process group, one is created from the launcher's environment. A collective fails after `timeout`
-    seconds if some rank does not enter it; None means the timeout of an existing process group, else 600. `reduction`
-    is "fast", in any order, or "ordered", in rank order and bit-equal to simulated ranks.
-    """
+    """Runs programs on real ranks. A handle is this rank's tensor."""
 
     holders = "real processes"
 
@@ -133,7 +124,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return hollow(x, whole_shape(x.shape, spec, self.mesh))
 
     def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
-        """Gather the full tensor on every rank. `whose` describes it to the other ranks."""
         held = self._between_ranks(spec)
         if not held.named_axes - held.reduced:
             return handle
@@ -144,7 +134,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
             return relayout_leaf(handle, held.replace(owner={}), P())
 
     def _between_ranks(self, spec: P) -> P:
-        """Return a spec without the axes of one rank, over which nothing is sent."""
         return spec.only(axis for axis, size in self.mesh.shape.items() if size > 1).replace(reduced=())
 
     def shard_of(self, handle: torch.Tensor, spec: P, rank: int) -> torch.Tensor:
@@ -159,7 +148,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return hollow(like, whole_shape(handle.shape, spec, self.mesh))
 
     def declared(self, handle: torch.Tensor, made: P, spec: P) -> torch.Tensor:
-        """Return the handle unchanged: a rank holds its shard, whether or not other ranks hold the same values."""
         return handle
 
     # --- running ---
@@ -183,7 +171,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
                 return self.run_plain(program, handles)
 
     def begin(self, program: Program, batch: Sequence[torch.Tensor] = (), whose: str = "") -> None:
-        """Announce that this rank now runs a program, which all ranks have compared, and values of its batch."""
         values = 0
         if self.mesh.size > 1 and not _torch.has_functorch_level(batch):
             values = sum(sample_hash(x) for x in batch if x.device.type == "cpu")
@@ -208,7 +195,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return self.first_origin(log)
 
     def run_recorded(self, log: Log, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program like `run_plain`, but op by op, and log the op that computed a non-finite value."""
         one = self._transport.program(program, self.carrier, record=True)
         assert one.record is not None
         return one.record.run(one.function(), handles, log)
@@ -293,7 +279,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         )
 
     def _warn_of_copies(self, name: str, paths: Sequence[str], sums: list[list[str]], parts: Sequence[P]) -> None:
-        """Warn, on every rank, if all ranks pass the same tensors as shards of a batch, such as a full test set."""
         ranks = [math.prod(self.mesh.axis_size(axis) for axis in spec.axes) for spec in parts]
         split = [index for index, count in enumerate(ranks) if count > 1]
         if split and all(len({found[index] for found in sums}) == 1 for index in split):
@@ -317,14 +302,12 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         raise InputMismatchError(f"{name} takes one tree, the same on every rank, but {told}")
 
     def _differ(self, sums: list[str], spec: P) -> bool:
-        """Whether ranks that hold the same shard have different checksums. All ranks hold a replicated tensor."""
         axes = [axis for axis in self.mesh.axis_names if axis in spec.axes]
         held: dict[int, str] = {}
         return any(held.setdefault(self.mesh.axis_index(rank, axes), one) != one for rank, one in enumerate(sums))
 
 
 def _initialise(timeout: float, mesh: Mesh) -> None:
-    """Create the process group of all ranks if there is none, and watch its processes."""
     if dist.is_initialized():
         require_as_many(mesh)
         _watch_once(mesh)
@@ -406,7 +389,6 @@ def _let_go_at_exit(world: weakref.ref[Any], process: int) -> None:
 
 
 def _device_of_ranks() -> torch.device:
-    """Return the device of this rank's tensors: CUDA with nccl, and with gloo if it is torch's default device."""
     backend = str(dist.get_backend())
     default = torch.get_default_device()
     if backend == "nccl" or (backend == "gloo" and default.type == "cuda"):

@@ -75,12 +75,10 @@ class RankProgram:
         return writer.call(node, text)
 
     def is_started(self, node: fx.Node) -> bool:
-        """Whether an op starts a collective that is waited for later."""
         # While recording, every op ends before the next op begins.
         return self.record is None and is_started(node, self.program.mesh)
 
     def operands(self, node: fx.Node) -> list[fx.node.Argument]:
-        """Return the arguments of the function that starts a collective."""
         return [the_call(node).operand]
 
     def start(self, node: fx.Node) -> Callable[..., PendingCollective]:
@@ -89,7 +87,6 @@ class RankProgram:
         return functools.partial(self.carrier.start, apart, overwrite=overwrite, where=self._where(node))
 
     def _slice(self, node: fx.Node, call: CollectiveCall, writer: Writer) -> str:
-        """Return code that slices this rank's shard from a replicated value."""
         length = info(node).aval.shape[call.dims[0]]
         begin = length * self.carrier.axis_index(call.axes)
         dense = f"memory_format={writer.constant(torch.contiguous_format)}"
@@ -119,6 +116,5 @@ class RankProgram:
 
 
 def _without_memory(node: fx.Node) -> torch.Tensor | None:
-    """Return a stand-in for a value that another rank holds: its shape on the meta device."""
     found = info(node).val
     return torch.empty(found.shape, dtype=found.dtype, device="meta") if isinstance(found, Aval) else None

@@ -18,8 +18,6 @@ _REMOVED = ("direct", "ring", "two_level")
 
 @dataclass(frozen=True)
 class Transport:
-    """Class of communicators, and class of the executable programs that use it."""
-
     communicator: type[ProcessCommunicator]
     program: type[RankProgram] = RankProgram
 
@@ -28,7 +26,6 @@ TRANSPORTS: dict[str, Transport] = {"backend": Transport(ProcessCommunicator)}  
 
 
 def requested_transport(given: str | None) -> tuple[str, Transport]:
-    """Return the name and the transport of the argument, else of the environment variable, else of "auto"."""
     name = given or os.environ.get(ALGORITHM_VARIABLE) or "auto"
     if name in _REMOVED:
         warnings.warn(

@@ -1,7 +1,7 @@
-"""Watch thread of a process. It knows which ranks are alive and waiting, and ends waits that cannot end.
+"""Watch thread of a process, which ends waits that cannot end.
 
-Every rank holds one connection to rank 0. It closes when a process dies, for any reason. A rank that waits for
-seconds sends its position; rank 0 compares the positions. The thread does not slow down steps: it wakes once a second.
+Every rank holds one connection to rank 0, which closes when the process dies. A rank that waits for seconds sends its
+position; rank 0 compares the positions. The thread does not slow down steps: it wakes once a second.
 """
 
 from .connections import host_identity, recorded

@@ -1,8 +1,6 @@
 """State of all ranks as known to rank 0, and the reasons to end their waits.
 
-All ranks make the same calls in the same order. Two ranks have a mismatch if they made different calls at one number.
-A rank waits in vain in a call that another rank left by an error, or never makes. Nothing else is decided here: a long
-computation or a long transfer delays others but does not stop them.
+A wait is in vain in a call that another rank left by an error, or never makes. Long computations only delay others.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class Board:
         self._ranks[rank].arrived = True
 
     def ends(self, rank: int, now: float) -> None:
-        """Note that a rank's connection closed, or that it ended by an error."""
         if self._ranks[rank].gone is None:
             self._ranks[rank].gone = now
 
@@ -48,7 +45,6 @@ class Board:
         self._ranks[rank].left = calls
 
     def waits(self, rank: int, position: dict[str, Any] | None, now: float) -> None:
-        """Note that a rank waits at `position` since `now`. Without a position it continues."""
         self._ranks[rank].position, self._ranks[rank].since = position, now
 
     def fails(self, rank: int, call: int, error: str) -> None:
@@ -84,7 +80,6 @@ class Board:
 
 
 def after_leaving(rank: int, calls: int, waits: str) -> str:
-    """Return the reason for a wait on a rank whose program has ended."""
     return (
         f"rank <{rank}> has let the processes go after its call {calls}, at the end of its program or by "
         f"destroy_process_group, and {waits}. {SAME_CALLS}"
@@ -92,7 +87,6 @@ def after_leaving(rank: int, calls: int, waits: str) -> str:
 
 
 def _mismatch(one: dict[str, Any], other: dict[str, Any]) -> Lost | None:
-    """Compare the calls of two waiting ranks, as far back as both remember."""
     calls, others = _numbered(one), _numbered(other)
     number = next((n for n in sorted(calls.keys() & others.keys()) if calls[n] != others[n]), None)
     if number is None:

@@ -1,8 +1,6 @@
-"""Host of this process, and gloo's connections. Shutting them down ends every wait of gloo in this process by an error.
+"""Host of this process, and gloo's connections. Shutting them down ends all waits of gloo here by an error.
 
-torch has no call that ends a wait for a message from another thread. If a connection is shut down, gloo
-treats it as closed by the peer, so every wait on it raises. The sockets are found by comparing the process's open files
-before and after a group is created. Only Linux lists them.
+torch has no call that ends a wait of another thread. The sockets are those that creating a group added, on Linux only.
 """
 
 from __future__ import annotations

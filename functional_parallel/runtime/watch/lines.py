@@ -12,8 +12,6 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}  # a los
 
 
 class Line:
-    """One end of a connection."""
-
     def __init__(self, peer: socket.socket) -> None:
         self.peer, self._unread = peer, b""
         peer.settimeout(5.0)
@@ -28,10 +26,7 @@ class Line:
             self.peer.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Wait until data arrives, and return the messages that have arrived.
-
-        Raise `ConnectionError` after the last one, or if the other end sent something that is not a message.
-        """
+        """Wait until data arrives, and return the messages that have arrived."""
         try:
             data = self.peer.recv(1 << 16)
         except TimeoutError:
@@ -52,7 +47,6 @@ class Line:
 
 
 def keep_alive(peer: socket.socket) -> None:
-    """Make a connection close if the other host is lost."""
     with suppress(OSError):
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():

@@ -1,8 +1,4 @@
-"""Start of the processes: they find each other, know which ranks are missing, and stop at a deadline.
-
-torch waits for missing processes without a message. Here every process connects to rank 0's watch as soon as it starts,
-before torch makes any process group. Rank 0's address is a key in the store of the launcher or of the process group.
-"""
+"""Start of the processes: they connect to rank 0's watch before torch makes groups, so that missing ranks are named."""
 
 from __future__ import annotations
 
@@ -42,7 +38,6 @@ _active: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def start_seconds() -> float:
-    """Return the number of seconds for which processes wait for each other when they start."""
     text = os.environ.get(START_VARIABLE, "") or str(_SECONDS)
     with suppress(ValueError):
         if (seconds := float(text)) > 0:
@@ -51,10 +46,7 @@ def start_seconds() -> float:
 
 
 def launched_store(launch: Launch, timeout: float, name: Name = str) -> dist.Store:
-    """Return the store that a launcher's variables name, like `init_process_group`. `timeout` is in seconds.
-
-    Rank 0 serves it, unless torchrun does. torchrun's store outlives a restart, so each attempt has its own keys.
-    """
+    """Return the launcher's store. torchrun's outlives a restart, so each attempt has its own keys."""
     host, port, size = launch.address, launch.port, launch.size
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = launch.rank == 0 and not by_agent
@@ -84,11 +76,7 @@ def _restart() -> str:
 def watch_processes(
     store: dist.Store, rank: int, size: int, name: Name = str, has_failed: Callable[[], bool] | None = None
 ) -> Watch:
-    """Start this process's watch, over a store that all ranks share. Return when all ranks have started theirs.
-
-    An error names the ranks that are missing at the deadline, or that died before all had arrived. `has_failed` tells
-    whether a connection of an existing process group has failed.
-    """
+    """Start this process's watch, over a store that all ranks share. Return when all ranks have started theirs."""
     store = dist.PrefixStore(f"functional_parallel/watch/{_restart()}/{next(_numbers)}", store)
     CURRENT.forget()
     try:

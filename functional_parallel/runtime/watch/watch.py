@@ -166,7 +166,6 @@ class Watch:
         self._count(0.0)
 
     def _count(self, seconds: float) -> None:
-        """Notify all ranks once all have arrived. Ranks that cannot connect are found through the store."""
         missing = self._board.missing()
         if missing and int(seconds) % 5 == 4:
             for rank in self._unreached(missing):
@@ -250,7 +249,6 @@ class Watch:
             self._send({"failed": [call, error]})
 
     def _look(self, now: float) -> None:
-        """Report a long wait, and its end."""
         on, waits = CURRENT.on, CURRENT.waits
         if on is None or waits != self._seen:
             if self._reported:
@@ -274,7 +272,6 @@ class Watch:
             _end_process(on, now - self._seen_since)
 
     def _waits_without_hub(self, now: float) -> Lost | None:
-        """Return a reason to end this rank's wait that it can find without rank 0."""
         on = CURRENT.on
         if not self._reported or on is None:
             return None
