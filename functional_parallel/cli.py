@@ -214,7 +214,6 @@ def _memory(chosen: argparse.Namespace) -> str:
 def _to_train(
     chosen: argparse.Namespace, params: Tree, specs: SpecTree, mesh: Mesh, used: set[str]
 ) -> tuple[int, list[str]]:
-    """Return the bytes that a rank holds to train, and the lines that say of what."""
     mesh.axis_size(chosen.axis)  # raises for an unknown axis
     pipe = chosen.pipe or _PIPE
     others = [tensor_parallel(axis, specs) for axis in reversed(mesh.axes) if axis in used - {chosen.axis, pipe}]

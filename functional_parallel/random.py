@@ -179,7 +179,6 @@ def using(key: torch.Tensor) -> Iterator[None]:
 
 
 def sites_drawn() -> int:
-    """Return the number of draws from the ambient keys so far."""
     return sum(each.drawn for each in _ambient())
 
 
@@ -224,7 +223,6 @@ def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
 
 @intercept_op(torch.ops.aten.native_dropout.default)
 def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the CUDA kernel of dropout, which returns the result and the mask of kept elements."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = _kept(p, x, next_site("dropout"))
@@ -239,7 +237,6 @@ def _draw(
     splits: Sequence[int],
     p: float | None = None,
 ) -> torch.Tensor:
-    """Draw for the elements of this rank's shard. A program has the op `draw`, and ops for the rank's position."""
     where = places(like, key, shape, axes, splits)
     is_mapped = any(map(_torch.is_functorch_wrapped, where[-1]))  # by a vmap over the ranks
     return (defined if is_mapped else DRAW)(*where, like.dtype, p)

@@ -113,7 +113,6 @@ def _flatten(instance: DataclassNode) -> tuple[tuple[Any, ...], tuple[str, ...],
 
 
 def _content(instance: DataclassNode) -> dict[str, Any]:
-    """Fields and additional attributes, without the values of cached properties, which are recomputed."""
     fields = [field.name for field in dataclasses.fields(instance)]
     more = [
         name

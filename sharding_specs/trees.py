@@ -14,7 +14,6 @@ from .spec import P, as_spec
 
 
 def is_spec(x: Tree) -> TypeGuard[P | str | None]:
-    """Whether `x` is a leaf of a spec tree: a spec, its string form, or None."""
     return x is None or isinstance(x, (P, str))
 
 
@@ -79,7 +78,6 @@ _LONGEST = 100  # characters of an example
 
 
 def _differences(specs: SpecTree, tree: Tree, path: tuple[Any, ...]) -> list[str]:
-    """Differences between the nodes of a spec tree and a tree, one line each."""
     if is_spec(specs) or optree.tree_is_leaf(specs):
         return []
     ours, theirs = _children(specs), _children(tree)

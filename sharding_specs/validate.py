@@ -110,7 +110,6 @@ def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> 
 
 
 def _uneven(dim: int, size: int, factors: Sequence[str | int], mesh: Mesh, pad: bool) -> list[str]:
-    """Return the misfit of the first factor that does not divide the dim, after the factors outside it."""
     inner = any(isinstance(factor, int) for factor in factors)
     if pad and not inner:
         return []

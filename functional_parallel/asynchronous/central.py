@@ -1,8 +1,7 @@
 """The parameter server: one rank holds the weights, and updates them by the gradients that ranks push.
 
-An update to version u + 1 is made only if no rank is at work on weights of a version below u + 1 - staleness. Until
-then pushes are kept, and the update takes all of them together. So no gradient is ever older than the bound. With a
-bound of 0 every update takes one gradient of each rank: synchronous training.
+An update waits while a rank is at work on weights older than the bound, so no gradient is ever older. It takes all
+pushes that arrived meanwhile together; with a bound of 0, one of each rank: synchronous training.
 """
 
 from __future__ import annotations

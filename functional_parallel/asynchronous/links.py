@@ -25,11 +25,7 @@ _BAD_LINK = (OSError, EOFError, AuthenticationError, ValueError)
 
 
 class Link:
-    """Connection to one rank, with a thread that reads and one that writes, so that no rank waits for another one.
-
-    `take(header, tensors)` is called in the reading thread with each message: JSON, and the bytes of tensors.
-    `lost()` is called when the connection has closed.
-    """
+    """Connection to one rank, with a thread that reads and one that writes, so that no rank waits for another one."""
 
     def __init__(
         self, connection: Connection, take: Callable[[dict[str, Any], list[bytearray]], None], lost: Callable[[], None]
@@ -46,7 +42,6 @@ class Link:
         self._out.put((json.dumps({**header, "sizes": sizes}).encode(), tensors))
 
     def close(self, seconds: float) -> None:
-        """Send what is left, and end the connection."""
         self._out.put(None)
         self._writer.join(seconds)
         with suppress(OSError), socket.socket(fileno=self._connection.fileno()) as link:

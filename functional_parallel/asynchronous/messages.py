@@ -32,8 +32,6 @@ class Message:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is fixed for a run."""
-
     ranks: int
     staleness: int  # the largest number of updates between the weights of a gradient and the update that uses it
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]  # (gradients, state, params) → (params, state)

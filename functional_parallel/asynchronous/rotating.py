@@ -1,9 +1,7 @@
 """The rotating server: every rank has weights of its own, and in turn each collects the others' gradients.
 
-The rank whose turn it is (the holder) updates its weights by its own gradient and those that arrived; the others go on
-with theirs. Then the turn moves to the next rank. So a rank's weights are as old as the turns of the other ranks, and
-no rank waits for another. With a bound of 0 the holder waits for a gradient of every rank and sends its weights to all:
-synchronous training, where the work of the server goes round.
+The rank whose turn it is (the holder) updates its weights by its own gradient and those that arrived, then the turn
+moves on, so no rank waits for another. With a bound of 0 it waits for all, and sends its weights to all.
 """
 
 from __future__ import annotations
@@ -17,11 +15,9 @@ from .messages import Message, Node
 
 @dataclass(frozen=True)
 class Rotating(Node):
-    """Node of one rank.
+    """Node of one rank. A turn's number says whose it is: rank `turn % ranks`; those of ended ranks are left out.
 
-    Turns are numbered, and the number says whose turn it is: rank `turn % ranks`. Turns of ranks that ended are left
-    out. So ranks that know of the same turn agree, whatever else they have not heard of yet. The version of a rank's
-    weights is the number after that of the turn that updated them.
+    The version of a rank's weights is the number after that of the turn that updated them.
     """
 
     alive: frozenset[int]  # ranks that take part
@@ -49,7 +45,6 @@ class Rotating(Node):
         return node, [*sent, *more]
 
     def _settled(self) -> tuple[Rotating, list[Message]]:
-        """Do what is due: take this rank's turn, or send what belongs to the rank whose turn it is."""
         if self.rank not in self.alive:
             return replace(self, inbox=()), self._final()
         turns = range(self.turn, self.turn + self.rules.ranks)
@@ -64,13 +59,11 @@ class Rotating(Node):
         return node, sent
 
     def _pushed(self, push: Message) -> tuple[Rotating, list[Message]]:
-        """Take the gradient of this rank's own training loop."""
         if self.holder == self.rank or self.rules.staleness == 0:
             return replace(self, own=push, sent=-1), []
         return self, [self._gradient(push), self.reply(self.rank, None)]
 
     def _given(self, gradient: Message) -> tuple[Rotating, list[Message]]:
-        """Take the gradient of another rank, which may know of a later turn, or not yet of this one."""
         ahead = self.rules.staleness == 0 and gradient.numbers["version"] > self.version
         wanted = [Message("want", self.rank, gradient.source)] if ahead else []
         return replace(self, inbox=(*self.inbox, gradient)), wanted
@@ -110,7 +103,6 @@ class Rotating(Node):
         return Message("turn", self.rank, target, weights, {"turn": self.turn, "version": self.version})
 
     def _told(self, message: Message) -> tuple[Rotating, list[Message]]:
-        """Learn whose turn it is, and without staleness the newest weights."""
         node = replace(self, turn=max(self.turn, message.numbers["turn"]))
         if message.tree is None or message.numbers["version"] <= self.version:
             return node, []

@@ -1,7 +1,4 @@
-"""One process's part in an asynchronous run, and the thread that serves the other ranks.
-
-The thread holds this rank's node. It never waits for one peer. A connection that closes is the death of its rank.
-"""
+"""One process's part in an asynchronous run, and the thread that serves the other ranks, waiting for none of them."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ class Session:
         return time.monotonic() - self._begun
 
     def exchange(self, message: Message) -> Message:
-        """Send a message of the training loop, and wait for the reply."""
         began = time.monotonic()
         self._events.put(partial(self._deliver, [message]))
         while True:
@@ -79,7 +75,6 @@ class Session:
                 raise CollectiveError(f"{self._name(self.rank)}: the connections to the other ranks are closed")
 
     def close(self) -> None:
-        """End the connections, once every rank has the final weights."""
         self._events.put(None)
         self._thread.join(10.0)
 
@@ -138,7 +133,6 @@ class Session:
 
 
 def encoded(tree: PyTree) -> tuple[list[Any] | None, list[torch.Tensor]]:
-    """Return the dtypes and shapes of a tree's tensors, and the tensors in main memory."""
     if tree is None:
         return None, []
     tensors = [leaf.detach().cpu().contiguous() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
@@ -146,7 +140,6 @@ def encoded(tree: PyTree) -> tuple[list[Any] | None, list[torch.Tensor]]:
 
 
 def decoded(described: Sequence[Any] | None, tensors: Sequence[bytearray], template: PyTree) -> PyTree:
-    """Return a tree like the template with the tensors of a message, on the template's devices."""
     if described is None:
         return None
     leaves, tree = optree.tree_flatten(template)

@@ -52,7 +52,6 @@ def finished(state: AsyncState, leave: Sequence[Message], clock: Clock) -> Async
 
 
 def _delivered(state: AsyncState, messages: Sequence[Message], clock: Clock) -> tuple[AsyncState, list[Message]]:
-    """Deliver messages and those that follow from them, in order. Ranks with a reply begin their next step."""
     nodes, ready, waiting, work = dict(state.nodes), dict(state.ready), dict(state.waiting), dict(state.work)
     open_, replies = list(messages), list[Message]()
     while open_:

@@ -36,7 +36,6 @@ class Method:
     server: int | None  # None if the server rotates
 
     def target(self, rank: int) -> int:
-        """Return the rank of the node to which a rank's training loop sends."""
         return rank if self.server is None else self.server
 
     def linked(self, ranks: int, rank: int) -> set[int]:

@@ -34,10 +34,7 @@ class Work:
 
 
 class Computation:
-    """Programs of one rank: the gradient of the loss, and the optimizer's update.
-
-    With an outer optimizer, `optimizer` makes `inner` steps, and the server has the outer one, of their difference.
-    """
+    """Programs of one rank. With an outer optimizer, `optimizer` makes the `inner` steps between two pushes."""
 
     def __init__(
         self, loss: Callable[..., Any], optimizer: Optimizer, outer: Optimizer | None, inner: int, adds: bool

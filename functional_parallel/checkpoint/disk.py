@@ -1,4 +1,4 @@
-"""Operations on the file system that checkpoints use. A test replaces them by operations that lose unsynced data."""
+"""Operations on the file system. A test replaces them by operations that lose unsynced data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ class Disk:
 
     @contextmanager
     def create(self, path: Path, size: int) -> Iterator[int]:
-        """Create a file and reserve its blocks, so that a full disk shows before the first byte. Yield its descriptor.
-
-        An existing file is an error.
-        """
+        """Create a file and reserve its blocks, so that a full disk shows before the first byte."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             if size and hasattr(os, "posix_fallocate"):

@@ -36,10 +36,7 @@ class FileInfo(NamedTuple):
 def write_files(
     disk: Disk, folder: Path, rank: int, items: Sequence[WriteItem], tensors: Tensors, algorithm: str
 ) -> dict[str, FileInfo]:
-    """Write the boxes of a rank and wait until they are safe. Return the files by name, relative to the folder.
-
-    `tensors` returns the tensors of a box, in order along dim 0. At most one of them is copied at a time.
-    """
+    """Write the boxes of a rank and wait until they are safe. Return the files by name, relative to the folder."""
     found = {}
     counts: dict[str, int] = {}
     for item in items:
@@ -172,7 +169,6 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             target[part.within(common).slices].copy_(found)
 
     def _bytes(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the elements in a range of bytes, which is in one block or has one element, until the next call."""
         pieces = []
         for number in range(begin // BLOCK, (end - 1) // BLOCK + 1):
             piece = self.block(number)[max(0, begin - number * BLOCK) : end - number * BLOCK]

@@ -1,9 +1,7 @@
 """Folder of the checkpoints of a run: names, the lock of the run that writes, the commit, and the removal of old ones.
 
-A checkpoint is written into `step_00000100.tmp-<nonce>` and renamed when every byte of it is safe. Names with a suffix
-are not checkpoints: `.tmp-` is not complete, `.bad-` was found damaged, `.old-` is being replaced, `.gone-` is being
-removed. A checkpoint that is replaced is complete until the new one is safe, so it still counts while the new one is
-not there.
+A checkpoint is written into `step_00000100.tmp-<nonce>` and renamed when every byte of it is safe. Other suffixes:
+`.bad-` was found damaged, `.old-` is being replaced and counts until the new one is there, `.gone-` is being removed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Format of a checkpoint: headers of safetensors files, and the text of `checkpoint.json`.
-
-Files have the header that torch's `HuggingFaceStorageWriter` writes, so torch's own reader loads them. There, one key
-has one box per file; its offsets are in the file's metadata.
-"""
+"""Headers of safetensors files, as torch's `HuggingFaceStorageWriter` writes them, and `checkpoint.json`."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ class Entry(NamedTuple):
     end: int
 
     def range(self, part: Box) -> tuple[int, int]:
-        """Return the range of bytes from the first to the last element of a box inside this one."""
         first, last = part.within(self.box).ends(self.box.size)
         return self.begin + first * self.dtype.itemsize, self.begin + (last + 1) * self.dtype.itemsize
 

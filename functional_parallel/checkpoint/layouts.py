@@ -1,8 +1,7 @@
 """Layouts of saved leaves: the boxes of each leaf that a rank holds, and the rank that writes each box.
 
-A leaf of a checkpoint is a full tensor of the user's tree. A training step may hold it in another form: sharded, with
-padding, as one parameter per layer, or inside a flat vector. A `Piece` describes one such form. All functions here are
-pure: they work on any mesh, without processes, and never enumerate all ranks of all leaves.
+A training step may hold a leaf sharded, padded, as one parameter per layer, or inside a flat vector: a `Piece` has one
+such form. The functions are pure, and never enumerate all ranks of all leaves.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ Coordinates = Mapping[str, int]
 
 
 class Part(NamedTuple):
-    """Box of a region in one held tensor."""
-
     box: Box  # of the leaf
     held: int  # index of the held tensor
     run: tuple[int, tuple[int, ...]] | None  # first element, and shape, of a range of a vector
@@ -67,7 +64,6 @@ class Writers:
     index: tuple[int, ...] = (0,)
 
     def at(self, coordinates: Coordinates, mesh: Mesh) -> int:
-        """Return the index of the writer among the ranks that differ only along the other axes."""
         return self.index[_index(self.axes, coordinates, mesh)]
 
 
@@ -164,7 +160,6 @@ class LeafLayout:
     def _boxes(
         self, piece: Piece, mesh: Mesh, coordinates: Coordinates
     ) -> Iterator[tuple[Box, Box, tuple[int, tuple[int, ...]] | None]]:
-        """Yield boxes of the leaf or of a row, each with its box in the rank's memory."""
         shape = self.shape if piece.rows is None else self.shape[1:]
         found = rank_boxes(shape, piece.spec, mesh, coordinates)
         if 0 in shape:
@@ -203,7 +198,6 @@ class LeafLayout:
                 yield from ((piece, coordinates) for coordinates in self._split_coordinates(piece, part, mesh))
 
     def _split_coordinates(self, piece: Piece, box: Box, mesh: Mesh) -> Iterator[dict[str, int]]:
-        """Yield the coordinates, along the axes that split a piece, of the ranks that hold elements of a box of it."""
         shape = self.shape if piece.rows is None else self.shape[1:]
         if 0 in shape:
             yield dict.fromkeys(piece.axes, 0)
@@ -216,7 +210,6 @@ class LeafLayout:
                     yield coordinates | _digits(index, piece.vector.over, mesh)
 
     def _slices(self, piece: Piece, vector: Vector, box: Box, mesh: Mesh, coordinates: Coordinates) -> range:
-        """Return the indices of the slices of a vector from the first to the last that has elements of a box."""
         shape = self.shape if piece.rows is None else self.shape[1:]
         shards, size = local_shape(shape, piece.spec, mesh), vector.length // mesh.axis_size(vector.over)
         ends: list[int] = []

@@ -1,8 +1,4 @@
-"""Plan of moving leaves from one layout in memory to another, which may be on another mesh of the same processes.
-
-A process keeps the elements that it holds in both layouts, and receives every other one once. The work for one process
-is proportional to what it and its partners hold. Processes are numbered globally; a mesh lists those of its ranks.
-"""
+"""Plan of moving leaves to another layout in memory: a process receives once each element that it does not hold."""
 
 from __future__ import annotations
 
@@ -54,7 +50,6 @@ class MovePlan:
     mesh: Mesh
 
     def into(self, process: int) -> Iterator[Move]:
-        """Yield the moves to a process, by leaf."""
         for wanted, held in self.leaves:
             yield from self._into(wanted, held, process)
 
@@ -89,10 +84,7 @@ class MovePlan:
                         yield Move(held, sender, source, process, target, box)
 
     def _sources(self, held: LeafLayout, box: Box, process: int) -> Iterator[tuple[int, Part, Box]]:
-        """Yield the boxes that have the elements of a box: of the process itself, or of the ranks that share the work.
-
-        Each element is in one of them.
-        """
+        """Yield the boxes with the elements of a box: of the process itself, or of ranks that share the work."""
         own = _coordinates(self.source, process)
         for piece, coordinates in held.split_coordinates(box, self.source):
             rank = piece.rank_of(process, coordinates, self.source)
@@ -105,7 +97,6 @@ class MovePlan:
                         yield self.source.processes[rank], source, common
 
     def _receivers(self, wanted: LeafLayout, held: LeafLayout, process: int) -> set[int]:
-        """Return the processes that want elements that a process holds."""
         coordinates, found = _coordinates(self.source, process), set[int]()
         if coordinates is None:
             return found
@@ -118,6 +109,5 @@ class MovePlan:
 
 
 def _coordinates(mesh: Mesh, process: int) -> dict[str, int] | None:
-    """Return the coordinates of a process; None if it is not on the mesh."""
     processes: Sequence[int] = mesh.processes
     return mesh.coordinates(processes.index(process)) if process in processes else None

@@ -10,8 +10,6 @@ from ..errors import CheckpointError
 
 
 class Store(Protocol):
-    """The methods of torch's stores that are used."""
-
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
@@ -19,8 +17,6 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Peers:
-    """The processes of a run."""
-
     rank: int  # of this process
     size: int
     ranks: Sequence[int]  # of the mesh, in this process

@@ -1,8 +1,4 @@
-"""Plans of saving and restoring: which rank writes which boxes to which file, and which boxes a rank reads.
-
-A plan is computed from layouts alone. The work for one rank is proportional to what this rank holds, so a
-plan for 16,384 ranks can be checked in one process.
-"""
+"""Plans of saving and restoring: which rank writes which boxes to which file, and which boxes a rank reads."""
 
 from __future__ import annotations
 
@@ -117,7 +113,6 @@ def plan_save(leaves: Sequence[LeafLayout], mesh: Mesh) -> SavePlan:
 
 
 def _bytes(leaf: LeafLayout, piece: Piece, mesh: Mesh) -> torch.Tensor:
-    """Return the bytes of a piece per rank, in the dims of the mesh; 1 along axes where they are equal."""
     shape = leaf.shape if piece.rows is None else leaf.shape[1:]
     held = torch.full([1] * len(mesh.axis_names), leaf.dtype.itemsize * len(piece.held), device="cpu")
     if piece.vector is not None:
@@ -138,7 +133,6 @@ def _bytes(leaf: LeafLayout, piece: Piece, mesh: Mesh) -> torch.Tensor:
 
 
 def _in_mesh(values: torch.Tensor, axes: Sequence[str], mesh: Mesh) -> torch.Tensor:
-    """Return one value per index along some axes, the first one major, in the dims of the mesh."""
     names = mesh.axis_names
     order = sorted(range(len(axes)), key=lambda dim: names.index(axes[dim]))
     values = values.view([mesh.axis_size(axis) for axis in axes]).permute(order)
@@ -147,8 +141,6 @@ def _in_mesh(values: torch.Tensor, axes: Sequence[str], mesh: Mesh) -> torch.Ten
 
 @dataclass
 class _Job:
-    """A piece to assign: its ranks, and its bytes per rank in the dims of the mesh."""
-
     choices: dict[str, Sequence[int]]  # indices of the ranks that hold the same, by axis
     sizes: torch.Tensor
     copies: int
@@ -169,14 +161,11 @@ class _Job:
 
 
 class _Work:
-    """Bytes that each rank writes, in the dims of the mesh; 1 along an axis while all its ranks write the same."""
-
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.loads = torch.zeros([1] * len(mesh.axis_names), dtype=torch.int64, device="cpu")
 
     def assign(self, job: _Job) -> None:
-        """Give each shard of a piece to the rank with the smallest load."""
         names = self.mesh.axis_names
         wanted = [self.mesh.axis_size(axis) if axis in job.choices else 1 for axis in names]
         self.loads = self.loads.expand(torch.broadcast_shapes(self.loads.shape, job.sizes.shape, wanted)).clone()
@@ -198,8 +187,6 @@ class _Work:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Plan of reading a checkpoint into other layouts."""
-
     saved: SavePlan  # that wrote the checkpoint
     leaves: tuple[tuple[LeafLayout, LeafLayout], ...]  # as they are wanted, and as they were saved
     mesh: Mesh  # of the run that restores

@@ -14,10 +14,7 @@ from .peers import Peers
 
 
 def position_to_json(data: Any, peers: Peers) -> Any:
-    """Return the position of a run in its samples as JSON. Every process calls it.
-
-    `data` is an `fp.Position`, or None, or this process's loader with `state_dict` and `load_state_dict`.
-    """
+    """Return the position of a run in its samples as JSON. Every process calls it."""
     if data is None:
         return None
     if isinstance(data, Position):
@@ -33,7 +30,6 @@ def position_to_json(data: Any, peers: Peers) -> Any:
 
 
 def position_of(saved: Any) -> Any:
-    """Return the value that `position_to_json` wrote: an `fp.Position`, the states of loaders by process, or None."""
     return Position(**saved) if isinstance(saved, dict) and "epoch" in saved else saved
 
 

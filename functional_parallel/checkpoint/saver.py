@@ -14,8 +14,6 @@ from .saving import Save, require_only
 
 
 class Saves(Protocol):
-    """A training step, as far as a saver uses it."""
-
     def begin_save(self, state: Any, path: Path, **options: Any) -> Save: ...
 
 

@@ -1,7 +1,4 @@
-"""Saving: each rank writes its boxes, and rank 0 commits when all have reported.
-
-Ranks report through the store of the run, not through process groups, so a thread may do it during a training step.
-"""
+"""Saving: each rank writes its boxes and reports through the store, also from a thread, and rank 0 commits."""
 
 from __future__ import annotations
 
@@ -37,8 +34,6 @@ _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two reads of the store
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint."""
-
     plan: SavePlan
     shard: Callable[[int, int], torch.Tensor]  # returns the held tensor of an index and a rank of this process
     numbers: dict[str, bool | int | float]  # leaves that are Python numbers, by kind and key
@@ -66,7 +61,6 @@ class Save:
     _problem: str = ""
 
     def run(self) -> None:
-        """Write this process's files, and commit if it is the first process. Keep an error for `wait`."""
         try:
             files: dict[str, FileInfo] = {}
             for rank, items, tensors in self.work:
@@ -173,10 +167,7 @@ def begin_save(
     copies: Copies | None = None,
     disk: Disk | None = None,
 ) -> Save:
-    """Begin a save: take the folder of the run's checkpoints, and create a temporary one. Every process calls it.
-
-    With `copies`, this process's boxes are copied now, so that later steps may change the state.
-    """
+    """Begin a save: take the folder of the run's checkpoints, and create a temporary one. Every process calls it."""
     disk, step = disk or Disk(), int(contents.body["step"])
     nonce, problem = secrets.token_hex(8), ""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in contents.plan.leaves)

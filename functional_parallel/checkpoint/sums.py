@@ -49,8 +49,6 @@ def hasher(algorithm: str) -> Callable[[], Hasher]:
 
 
 class BlockSums:
-    """Checksums of the blocks of a file that is written from its beginning."""
-
     def __init__(self, algorithm: str) -> None:
         self._new, self._length = hasher(algorithm), 0
         self._open = self._new()
@@ -67,5 +65,4 @@ class BlockSums:
             data = data[room:]
 
     def finish(self) -> list[str]:
-        """Return the checksum of each block; the last block may be shorter."""
         return [*self._done, self._open.hexdigest()] if self._length % BLOCK else list(self._done)

@@ -1,12 +1,7 @@
 """Sharded sampler: the samples of a rank are a pure function of length, seed, epoch and position on the mesh.
 
-An epoch is a permutation of the samples. It is cut into global batches, and each batch into one block per rank along
-the batch axes. Block r of a global batch is the shard of rank r if the batch were sharded. Therefore a run with
-`train_step(batch="own")` sees the same batches as a run with global batches. A run that is resumed on another number of
-ranks continues with the same batches.
-
-Without a rank, a sampler returns the samples of this process. In a simulated run that is the global batch, because one
-process has all ranks. A script that names no rank is therefore correct in both cases.
+A global batch is cut into one block per rank, as if the batch were sharded, so batches are the same for any number of
+ranks. Without a rank, a sampler returns the samples of this process: in a simulated run the global batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Ranks with unequal numbers of samples: batches are padded to one size, with a mask of the real samples.
 
-A program has the same shapes on all ranks, and every rank calls every collective. A rank with fewer samples therefore
-computes copies of a sample that are masked. A rank without batches left computes batches of masked copies only. The
-loss is written for the global batch and applies the mask, so its mean is over the real samples of all ranks.
-(PyTorch's Join instead shadows the collectives of the missing ranks, and averages the means of the ranks.)
+Every rank calls every collective, on copies of a sample if it has none left. The loss applies the mask, so its mean is
+over the real samples of all ranks. (PyTorch's Join averages the means of the ranks.)
 """
 
 from __future__ import annotations
@@ -108,7 +106,6 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
 
 
 def check_same_call(runtime: Runtime[Any, Any], doing: str) -> None:
-    """Check that ranks with per-rank batches are about to make the same call, which `doing` describes in an error."""
     advice = (
         "With batch='own' every rank must take the same number of steps, on batches of one shape. Iterate over "
         "fp.even_batches(batches, rows, mesh), which pads and masks batches, so that all ranks end together"
@@ -120,8 +117,6 @@ _NOTHING, _BATCH, _PROBLEM = range(3)
 
 
 class _Own:
-    """Batches of this rank. An exception is stored until the other ranks have been notified."""
-
     def __init__(self, batches: Iterable[PyTree], rows: int, mesh: Mesh) -> None:
         self.batches, self.rows, self.mesh = iter(batches), rows, mesh
         self.problem: Exception | None = None

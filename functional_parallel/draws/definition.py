@@ -20,11 +20,7 @@ Where = tuple[Tensor, Sequence[int], Sequence[int], Sequence[int], Sequence[Tens
 
 
 def places(like: Tensor, key: Tensor, shape: Sequence[int], axes: Sequence[str], splits: Sequence[int]) -> Where:
-    """Return seeds, shape and `Positions` of draws at this rank's positions of a tensor of global shape `shape`.
-
-    The seeds are the keys and the position of the first element: 64 bits are a function of the seed and the position
-    relative to it. See `positions` for the arguments. The draws of a seed have the shape of `like`.
-    """
+    """Return seeds, shape and `Positions` of draws at this rank's positions of a tensor of global shape `shape`."""
     first, place = positions(like, shape, axes, splits)
     seeds = key if isinstance(first, int) and first == 0 else key + first * GOLDEN
     return seeds.to(like.device), list(like.shape), place.sizes, place.strides, place.tables
@@ -39,10 +35,7 @@ def defined(
     dtype: torch.dtype,
     p: float | None = None,
 ) -> Tensor:
-    """Draw uniform numbers at the positions, with the dims of the seeds first.
-
-    With `p`, return whether each number, of at least 24 binary digits, is not less than p.
-    """
+    """Draw uniform numbers at the positions, with the dims of the seeds first."""
     place = Positions(sizes, strides, tables).of_digits(seeds.device).reshape(list(shape))
     return numbers(place * GOLDEN + seeds.reshape([*seeds.shape, *[1] * len(shape)]), dtype, p)
 

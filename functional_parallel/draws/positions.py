@@ -13,17 +13,13 @@ from ..collectives import DimSplit, axis_index, axis_size
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions relative to the first element. They have a digit per dim, or per run of contiguous dims, outer first.
-
-    A digit adds `strides` times itself. A stride of 0 selects the next table, which has a number for each value.
-    """
+    """Positions relative to the first element, by digits. A stride of 0 selects the next table, with its numbers."""
 
     sizes: Sequence[int]
     strides: Sequence[int]
     tables: Sequence[Tensor] = ()
 
     def of_digits(self, device: torch.device, begin: int = 0, end: int | None = None) -> Tensor:
-        """Return the positions of all combinations of the digits from number `begin` to `end`."""
         found, tables = torch.zeros(1, dtype=torch.int64, device=device), iter(self.tables)
         for size, stride in list(zip(self.sizes, self.strides, strict=True))[begin:end]:
             of_digit = torch.arange(size, device=device) * stride if stride else next(tables)

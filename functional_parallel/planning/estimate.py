@@ -50,7 +50,6 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Sum of parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer
 
     def __str__(self) -> str:
@@ -119,7 +118,6 @@ def estimate(
 def _kept(
     shapes: PyTree, state: PyTree, train: TrainStep, places: StepLayout, convention: str | Convention | None
 ) -> list[Any]:
-    """Return parameters, gradients and optimizer state, each as (tree, specs, arguments for `_bytes`)."""
     update = train.f.layout.last(UpdateSharding)
     whole = update is not None and update.whole_gradients
     if convention is None:
@@ -139,7 +137,6 @@ def _kept(
 
 
 def _where_layers_are(train: TrainStep, places: StepLayout) -> Iterator[PyTree]:
-    """Yield, for each pipeline rank, which parameters it holds. Parameters outside stacks count on every rank."""
     paths, tree = tree_paths(places.params), optree.tree_structure(places.params)
     plan = pipeline_of(train.f.layout)
     if plan is None:
@@ -161,8 +158,6 @@ def _where_layers_are(train: TrainStep, places: StepLayout) -> Iterator[PyTree]:
 
 
 def _only(tree: PyTree, shapes: PyTree, there: PyTree) -> PyTree:
-    """Return `tree` without the parameters that a rank does not hold, in every subtree with their structure."""
-
     def chosen(like: PyTree) -> PyTree:
         return optree.tree_map(lambda leaf, is_there: leaf if is_there else "elsewhere", like, there)
 
@@ -179,11 +174,6 @@ def _convention(name: str | Convention) -> Convention:
 
 
 def _bytes(tree: PyTree, specs: SpecTree, mesh: Mesh, each: int | None = None, others: bool = True) -> int:
-    """Return the bytes of the tensors of a tree on one rank.
-
-    A floating-point element counts `each` bytes if given. All other elements count the size of their dtype. With
-    `others=False`, tensors that are not trained are not counted.
-    """
     leaves, places = optree.tree_leaves(tree), optree.tree_leaves(broadcast_specs(specs, tree))
     total = 0
     for leaf, spec in zip(leaves, places, strict=True):

@@ -18,13 +18,7 @@ from ..schedules import Layer
 def profile_layers(
     program: Program, settings: Settings, samples: int, speed: float, weights: Mapping[str, tuple[int, int]]
 ) -> tuple[list[Layer], float]:
-    """Return the costs of the layers of a step, in order, and the sum of the bytes per sample that they work with.
-
-    A layer works with the values that are live in one of its actions at the peak, without the inputs of the action. The
-    graph of the step is consumed. Its shapes are those of a microbatch of `samples`, and its specs include the axis of
-    microbatches. `speed` is in flops per second.
-    `weights` are the bytes of each trained parameter, as in `Layer.weights`.
-    """
+    """Return the costs of the layers of a step, and the sum of the bytes per sample that they work with."""
     staged = finest_stages(program, MICROBATCH, settings.per_microbatch(program.traced))
     run_pass(RecomputeCheap(), staged.unit(settings))
     builder, roles = staged.builder(), staged.roles

@@ -207,8 +207,6 @@ def _reporter(progress: Callable[[str], object] | bool | None) -> Callable[[str]
 
 
 class _Lowering:
-    """Lower training steps of choices. Choices that differ only in the order of their actions share one program."""
-
     def __init__(self, loss: Callable[..., PyTree], optimizer: Optimizer, shapes: tuple[PyTree, ...]) -> None:
         self.loss, self.optimizer, self.shapes = loss, optimizer, shapes
         self.programs: dict[Any, Any] = {}
@@ -269,7 +267,6 @@ class PipelineChoices(Sequence[PipelineChoice]):
         return self._found
 
     def _fitting(self, choices: Sequence[PipelineChoice]) -> Iterator[PipelineChoice]:
-        """Yield the choices that fit, in order. Larger microbatches of a choice that does not fit are skipped."""
         least: dict[tuple[str, int], int] = {}  # smallest microbatch that does not fit, per schedule and depth
         closest: PipelineChoice | None = None
         for choice in choices:

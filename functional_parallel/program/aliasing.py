@@ -1,7 +1,4 @@
-"""Find values that may share memory, and ops that write into it.
-
-All functions except `view_base` are conservative: two values may share memory if some runtime lets them.
-"""
+"""Find values that may share memory, and ops that write into it. All but `view_base` are conservative."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ _MAY_SHARE_MEMORY = {aten._unsafe_view.default, aten.reshape.default, aten.conti
 
 
 def shares_memory(node: fx.Node) -> bool:
-    """Whether an op's result may share its operand's memory, by the op's schema."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
@@ -78,11 +74,7 @@ def storage_root(value: fx.Node) -> fx.Node:
 
 
 def readers_before_writes(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
-    """Map each op that writes to the ops that must have read the old values before.
-
-    A gather with a result that is then unpacked over old values may write there directly. It counts as an op that
-    writes if it runs after all ops that read the old values.
-    """
+    """Map each op that writes to the ops that must have read the old values before."""
     position = {node: index for index, node in enumerate(traced.nodes)}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in position:
@@ -100,10 +92,7 @@ def readers_before_writes(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
 
 
 def is_only_use_of_own_memory(value: fx.Node) -> bool:
-    """Whether a value has one user, and no other value except its base, if it is a view, refers to its memory.
-
-    A view may skip elements of that memory, or permute them.
-    """
+    """Whether a value has one user, and no other value except its base, if it is a view, refers to its memory."""
     if value.op != "call_function" or len(value.users) != 1:
         return False
     if value.target is operator.getitem:
@@ -114,11 +103,7 @@ def is_only_use_of_own_memory(value: fx.Node) -> bool:
 
 
 def may_stay_in_place(part: fx.Node) -> bool:
-    """Whether a slice of a parameter, which is always allocated, needs no separate copy.
-
-    This holds if no user keeps the memory. Each user computes new values from it, or writes values into it that are
-    only sent. An update is in place only if the parameter is donated (`passes/in_place.py`).
-    """
+    """Whether a slice of a parameter, which is always allocated, needs no separate copy."""
     whole = first_operand(part)
     while primitive_name(whole) == "pcast":
         whole = first_operand(whole)

@@ -1,17 +1,4 @@
-"""Collectives of a program, with the bytes that each sends.
-
-The table gives the bytes that one rank sends in a ring. S is the size of the full value of a group of n ranks:
-
-| kind | bytes sent per rank |
-|---|---|
-| all_gather, psum_scatter, all_to_all | (n−1)/n · S |
-| psum, pmax, pmin | 2 (n−1)/n · S |
-| pbroadcast, broadcast | S, by the source and the ranks that forward it |
-| scatter | (n−1)/n · S, by the owner |
-| gather, reduce | the operand, by each rank but the owner |
-| ppermute | the operand, by each rank that sends |
-| pcast, pscatter, axis_index | none |
-"""
+"""Collectives of a program, with the bytes that one rank sends for each in a ring."""
 
 from __future__ import annotations
 
@@ -56,10 +43,7 @@ def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterat
 
 
 def phases_of(traced: Traced) -> dict[fx.Node, str]:
-    """Map each op to the phase of the step that it belongs to. After the last op of the backward comes the update.
-
-    An op with a recorded phase (see `keep_phases`) keeps it, even if a pass moves the op.
-    """
+    """Map each op to the phase of the step that it belongs to. After the last op of the backward comes the update."""
     nodes = list(traced.nodes)
     last = max((index for index, node in enumerate(nodes) if info(node).backward), default=len(nodes))
     return {
@@ -69,7 +53,6 @@ def phases_of(traced: Traced) -> dict[fx.Node, str]:
 
 
 def keep_phases(traced: Traced) -> None:
-    """Record the phase of every op while the ops are still in order."""
     for node, phase in phases_of(traced).items():
         update_info(node, phase=phase)
 
@@ -100,12 +83,10 @@ def _bytes(call: CollectiveCall, operand: Aval, result: Aval, size: int) -> int:
 
 
 def counts_of(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Return the number of collectives of each kind, per axes."""
     return dict(Counter((one.kind, one.axes) for one in found))
 
 
 def bytes_of(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Return the bytes that one rank sends, per kind and axes."""
     sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for one in found:
         sums[one.kind, one.axes] += one.bytes

@@ -23,8 +23,6 @@ _CONVENTION = (
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """Collectives of one kind in one row: count, operand, and the bytes that a rank sends for all of them."""
-
     kind: str
     axes: tuple[str, ...]
     count: int
@@ -41,7 +39,6 @@ class CollectiveRow:
         return (self.kind, ", ".join(self.axes), str(self.count), self.operand, size, self.phase, self._names(), where)
 
     def _names(self) -> str:
-        """Return the paths of the parameters, with the numbers of layers as `*`."""
         patterns = dict.fromkeys(re.sub(r"(?<![^/])\d+(?![^/])", "*", path) for path in self.parameters)
         shown = list(self.parameters if len(self.parameters) == 1 else patterns)
         more = f" and {len(shown) - _MOST_PATTERNS} more" if len(shown) > _MOST_PATTERNS else ""
@@ -60,11 +57,9 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """Total of the bytes that one rank sends."""
         return sum(row.bytes for row in self.rows)
 
     def totals(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-        """Return count and bytes per kind and axes."""
         sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
         for row in self.rows:
             count, size = sums.get((row.kind, row.axes), (0, 0))
@@ -72,7 +67,6 @@ class Explanation:
         return sums
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table as plain data."""
         rows = [{**vars(row), "axes": list(row.axes)} for row in self.rows]
         totals = [
             {"kind": kind, "axes": list(axes), "count": count, "bytes": size}
@@ -81,7 +75,6 @@ class Explanation:
         return {"name": self.name, "mesh": self.mesh, "rows": rows, "totals": totals, "bytes": self.bytes}
 
     def json(self, **options: Any) -> str:
-        """Return the table as JSON."""
         return json.dumps(self.to_dict(), **options)
 
     def __str__(self) -> str:
@@ -96,7 +89,6 @@ class Explanation:
         return "\n".join([title, rule, head, rule, *body, rule, *self._footer(), _CONVENTION, *notes])
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """Return header and rows, without the column of parameters if no row has any."""
         cells = [_HEADERS, *(row.cells() for row in self.rows)]
         without = _HEADERS.index("parameters")
         if any(row.parameters for row in self.rows):
@@ -182,7 +174,6 @@ def parse_bytes(size: int | str) -> int:
 
 
 def columns(lines: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Arrange cells in columns. Columns in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(

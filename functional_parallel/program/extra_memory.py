@@ -34,5 +34,4 @@ def use(extra: ExtraMemory) -> None:
 
 
 def current() -> ExtraMemory:
-    """Return the sizes in use."""
     return _used[0]

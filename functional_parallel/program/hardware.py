@@ -1,20 +1,7 @@
-"""Machines for price predictions: the compute of a rank, and the links within and between hosts.
+"""Machines for price predictions: the compute of a rank, and the links within and between hosts (docs/price.md).
 
-A message takes latency + bytes × time per byte, the α-β model (Hockney, Parallel Computing 20, 1994).
-A collective over n ranks on several hosts has two levels. The first is within every host. The second is between hosts,
-where each rank of a host carries its share (Thakur, Rabenseifner and Gropp, IJHPCA 19, 2005; NCCL's rings and PAT,
-arXiv 2506.20252). With S the bytes of the full value, g ranks of the group on a host and h hosts, it takes
-
-| kind | seconds, in addition to the start |
-|---|---|
-| all_gather, psum_scatter | ⌈log₂ g⌉ α + (g−1)/g · S β within a host, ⌈log₂ h⌉ α' + (h−1)/h · S/g β' between hosts |
-| psum, pmax, pmin | twice that: summed and scattered, then gathered |
-| all_to_all | (g−1) α + (g−1)/n · S β, and (n−g) α' + (n−g)/n · S β' |
-| scatter, gather | as all_to_all: the owner's link takes one message after the other |
-| pbroadcast, broadcast, reduce | ⌈log₂ h⌉ α' + S β', then ⌈log₂ g⌉ α + S β |
-| ppermute, send | α + S β of the slowest link that it uses |
-
-The bytes add up to those of `Collective.bytes`. With `ring`, n − 1 rounds replace ⌈log₂ n⌉.
+A message takes latency + bytes × time per byte, the α-β model (Hockney, Parallel Computing 20, 1994). A collective over
+several hosts has two levels (Thakur, Rabenseifner and Gropp, IJHPCA 19, 2005; NCCL's rings and PAT, arXiv 2506.20252).
 """
 
 from __future__ import annotations
@@ -154,7 +141,6 @@ class Hardware:
         return 2 * self._seconds("all_gather", size, reach)
 
     def _half(self, n: int, size: float, line: Line) -> float:
-        """Seconds of half an all-reduce between n ranks."""
         return self._line(line, self._rounds(n), (n - 1) / n * size)
 
     def _rounds(self, n: int) -> int:
@@ -207,7 +193,6 @@ def group_topology(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> tupl
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:
-    """Return the hardware of a name, or a description unchanged."""
     if isinstance(hardware, str):
         return Hardware.named(hardware)
     if not isinstance(hardware, Hardware):

@@ -1,7 +1,6 @@
 """Find the ops of a program that involve the host: it waits for the device there, or computes in main memory.
 
-A host that waits launches nothing meanwhile, so the device then idles. A CUDA graph has neither kind: it launches
-recorded kernels, and what the host computed or read while they were recorded would stay as it was.
+A CUDA graph has neither kind: what the host computed or read while kernels were recorded would stay as it was.
 """
 
 from __future__ import annotations
@@ -49,12 +48,10 @@ class HostOp:
 
 
 def host_ops(traced: Traced) -> list[HostOp]:
-    """Return the ops and inputs of a graph that involve the host."""
     return list(_Search(traced).found())
 
 
 def require_capturable(name: str, traced: Traced) -> None:
-    """Raise `BackendError` if a CUDA graph cannot hold a program."""
     devices = {each.device.type for node in traced.inputs for each in info(node).results if each is not None}
     if devices == {"cpu"}:
         raise BackendError(
@@ -140,10 +137,7 @@ def _avals(node: fx.Node) -> list[Aval]:
 
 
 def _reads_count(traced: Traced, node: fx.Node) -> bool:
-    """Whether a rate on the host needs the number of updates from the device in every step.
-
-    The host counts updates itself, unless a step may make none: then the next number is not this one and 1.
-    """
+    """Whether a rate on the host needs the number of updates from the device: a step may skip one."""
     count = node.args[0]
     while count.op == "call_function" and len(operands_of(count)) == 1:
         count = operands_of(count)[0]

@@ -1,8 +1,7 @@
 """Predict the bytes of live tensors at each op of a program, before it runs.
 
-A program is a flat list of ops. Values are freed after their last use, and views share the storage of their base. The
-bytes of live tensors follow exactly. Memory that kernels use internally, and rounding by an allocator, are not counted.
-Inputs stay alive throughout, because the caller holds them.
+Values are freed after their last use, views share the storage of their base, and inputs stay alive. Memory that
+kernels use internally, and rounding by an allocator, are not counted.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Maximum of the bytes of tensors alive at the same time."""
         return max(self.curve, default=0)
 
     @property
@@ -67,7 +65,6 @@ class Memory:
         return self.curve.index(self.peak) if self.curve else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
         return {
             "name": self.name,
             "peak": self.peak,
@@ -93,7 +90,6 @@ class Memory:
 
 
 def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak: int, unit: str) -> None:
-    """Draw curves of bytes over ops, or over another `unit`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,13 +120,10 @@ def with_copies(memory: Memory, traced: Traced) -> Memory:
 
 
 def memory_of(name: str, traced: Traced, absent: Collection[fx.Node] = ()) -> Memory:
-    """Return the memory of a graph on a rank that does not hold the values in `absent`; see `Program.memory`."""
     return StorageTable(name, traced, absent).memory()
 
 
 class StorageTable:
-    """Storages of the values of a graph, and their bytes."""
-
     def __init__(self, name: str, traced: Traced, absent: Collection[fx.Node] = ()) -> None:
         self.name, self.traced, self.absent = name, traced, absent
         self.nodes = list(traced.nodes)
@@ -160,12 +153,10 @@ class StorageTable:
         )
 
     def curve(self) -> tuple[int, ...]:
-        """Return the bytes alive while each op runs."""
         held = sum(size for storage, size in self.sizes.items() if storage not in self.spans)
         return tuple(held + alive for alive in self.alive(self.spans))
 
     def alive(self, spans: Mapping[Storage, tuple[int, int]]) -> list[int]:
-        """Return, for each op, the bytes of the storages with a span that includes it."""
         changes = [0] * (len(self.nodes) + 1)
         for storage, (born, dies) in spans.items():
             changes[born] += self.sizes[storage]
@@ -201,7 +192,6 @@ class StorageTable:
             self.storages[node] = self.storages[base][:1]
 
     def made_by(self, node: fx.Node) -> list[Storage]:
-        """Return the storages that an op allocates: none for a view."""
         return [storage for storage in self.storages[node] if storage[0] is node]
 
     @functools.cached_property
@@ -218,15 +208,12 @@ class StorageTable:
         return found
 
     def op(self, at: int) -> str:
-        """Return an op's name and source line."""
         return f"{_short(self.nodes[at])} ({info(self.nodes[at]).source or 'no line'})"
 
     def title(self, storage: Storage) -> str:
-        """Return the name of the op or input of a storage."""
         return _short(storage[0])
 
     def line(self, storage: Storage) -> str:
-        """Return the source line of a storage, or an empty string."""
         return str(info(storage[0]).source or "")
 
     @functools.cached_property
@@ -234,7 +221,6 @@ class StorageTable:
         return {storage for value in residuals(self.traced) for storage in self.storages[value]}
 
     def kind(self, storage: Storage) -> str:
-        """Return one of `MEMORY_KINDS`."""
         node = storage[0]
         if node.op == "placeholder":
             return kind_of_input(node)

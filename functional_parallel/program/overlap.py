@@ -1,12 +1,8 @@
 """Order in which one rank runs a program's ops, so that collectives overlap with computation.
 
-The operands of a collective are computed first; then it starts. Ops that do not need its result run while it is in
-flight. In a backward, the gradients of weights are computed during a psum of activations. Megatron-LM overlaps the two
-halves of a linear layer's backward in this way (arXiv 2205.05198).
-
-Ops that only read a value without computing, such as views, are delayed until an op computes with it, because reading
-means waiting. Gathers of parameters could start at any time. They keep their given positions, because an early gather
-takes memory. The order is a function of the graph alone, so all ranks start the same collectives in the same order.
+A collective starts as soon as its operands are computed; ops that do not need its result follow (as Megatron-LM
+overlaps a linear layer's backward, arXiv 2205.05198). Ops that only read a value are delayed, because reading means
+waiting. Gathers of parameters keep their positions, because an early gather takes memory.
 """
 
 from __future__ import annotations
@@ -26,13 +22,11 @@ from .aliasing import mutated_operands, shares_memory
 
 
 def is_started(node: fx.Node, mesh: Mesh) -> bool:
-    """Whether an op runs asynchronously: a rank starts it, and waits when another op needs the result."""
     call = collective_call(node, *STARTED)
     return call is not None and mesh.axis_size(call.axes) > 1
 
 
 def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> list[fx.Node]:
-    """Return the ops in an order that keeps collectives in flight. `readers`: see `readers_before_writes`."""
     order: dict[fx.Node, None] = {}
     waiting: list[fx.Node] = []
     stored = {node for node in traced.inputs if info(node).is_parameter}  # and values computed from parameters only
@@ -49,11 +43,9 @@ def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> 
 
 
 def one_scatter_at_a_time(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Map each reduce-scatter of ops in running order to the previous one, which must be complete before it starts.
+    """Map each reduce-scatter, or the op that packs for it, to the previous one, which must be complete before.
 
-    The key is the op that packs the operand, if that op comes just before the reduce-scatter. The sum of a gradient is
-    needed at the end of a step only. Until an op waits for it, the full gradient stays allocated, so a step would keep
-    all of them. FSDP also waits for the previous reduce-scatter.
+    Else a step would keep all full gradients until it needs their sums, at its end.
     """
     scatters = [index for index, node in enumerate(order) if primitive_name(node) == "psum_scatter"]
     found = {}
@@ -64,17 +56,13 @@ def one_scatter_at_a_time(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Nod
 
 
 def _write(nodes: Iterable[fx.Node], order: dict[fx.Node, None], readers: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-    """Append ops, each after its missing operands and after the missing ops that must read before it writes."""
     for node in nodes:
         for each in topological_order(node, lambda n: [*_computed(operands_of(n)), *readers.get(n, ())], order):
             order[each] = None
 
 
 def _with_results(order: Mapping[fx.Node, None]) -> list[fx.Node]:
-    """Return the order with each `getitem` moved directly after the op that it reads.
-
-    A result that is read later would keep all results of the op alive until then.
-    """
+    """Move each `getitem` after its op: a result that is read later would keep all results of the op alive."""
     found: dict[fx.Node, None] = {}
     for node in order:
         waiting = [] if node in found else [node]

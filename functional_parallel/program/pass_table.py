@@ -1,8 +1,4 @@
-"""Effect of each pass on a program: a row per pass, and the text before and after.
-
-A program does not keep its intermediate programs. On request, the function is lowered again, and a `PassRecorder`
-reads each of them.
-"""
+"""Effect of each pass on a program, which is lowered again for it: a row per pass, and the text before and after."""
 
 from __future__ import annotations
 
@@ -37,11 +33,7 @@ class Snapshot:
 
 @dataclass
 class PassRecorder:
-    """Records the effect of each pass on a program.
-
-    `moments` has, for each program, the name of each pass and the program after it. The first entry is the program as
-    traced, or as cut out of another program.
-    """
+    """Recorder of each program after each pass; the first entry is as traced, or as cut out of another program."""
 
     with_text: bool = False
     moments: dict[str, list[tuple[str, Snapshot, str]]] = field(default_factory=dict)
@@ -86,8 +78,6 @@ class PassRecorder:
 
 @dataclass(frozen=True)
 class PassRow:
-    """Program before and after one pass."""
-
     name: str
     before: Snapshot
     after: Snapshot
@@ -108,11 +98,9 @@ class PassTable:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table as plain data."""
         return asdict(self)
 
     def json(self, **options: Any) -> str:
-        """Return the table as JSON."""
         return json.dumps(self.to_dict(), **options)
 
     def __str__(self) -> str:
@@ -129,5 +117,4 @@ class PassTable:
 
 
 def _once_each(names: tuple[str, ...]) -> list[str]:
-    """Return the names as a column, with an empty cell for a name that repeats the cell above."""
     return [name if index == 0 or names[index - 1] != name else "" for index, name in enumerate(names)]

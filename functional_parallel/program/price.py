@@ -1,9 +1,7 @@
 """Predict the cost of a step from its program alone, without tensors or ranks, for a mesh of any size.
 
-A rank computes ops in the order in which it runs them (`overlap`), and communicates at the same time. An asynchronous
-collective starts when its operand is ready and the network is free. The rank continues until it needs the result. An op
-takes the longer of its products and its memory traffic. The α-β model (`hardware`) gives the time of a collective.
-Exposed time is time in which a rank waits for a collective and does nothing else.
+A rank computes ops in the order of `overlap` and communicates at the same time. An op takes the longer of its products
+and its memory traffic. Exposed time is time in which a rank waits for a collective and does nothing else.
 """
 
 from __future__ import annotations
@@ -199,7 +197,6 @@ def readable_seconds(seconds: float) -> str:
 def price_of(
     name: str, traced: Traced, mesh: Mesh, hardware: Hardware, memory: int = 0, notes: Iterable[str] = ()
 ) -> Price:
-    """Return the price of a graph; see `Program.price`."""
     run = _RankClocks(traced, mesh, hardware)
     total = sum(run.flops.values())
     ideal = sum(done / hardware.rate(dtype) for dtype, done in run.flops.items())
@@ -232,7 +229,6 @@ class _RankClocks:
             self.items[index] = replace(self.items[index], exposed=seconds)
 
     def _wait(self, nodes: Iterable[fx.Node]) -> None:
-        """Advance `now` until these values are ready, and charge the wait to the collectives in flight."""
         until = max((self.ready.get(node, 0.0) for node in nodes), default=0.0)
         while self.underway and self.now < until:
             index, end = self.underway[0]
@@ -266,7 +262,6 @@ class _RankClocks:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """Dtype in which an op computes: that of its first floating-point operand."""
     values = [info(value).val for value in (*operands_of(node), node)]
     found = (value.dtype for value in values if isinstance(value, Aval) and value.dtype.is_floating_point)
     return next(found, torch.float32)

@@ -134,16 +134,11 @@ def _lying(path: str, spec: P) -> str:
 
 
 def has_owner(specs: Sequence[P], mesh: Mesh) -> bool:
-    """Whether some rank lacks a value of a program whose inputs have these specs."""
     return any(mesh.axis_size(axis) > 1 for spec in specs for axis in spec.owner)
 
 
 def _absent_values(traced: Traced, specs: Sequence[P], mesh: Mesh, rank: int) -> frozenset[fx.Node]:
-    """Return the values of a program that a rank does not hold, because another rank owns them.
-
-    `specs` are those of the inputs. An op on such a value runs on the owner only. A broadcast or scatter runs on all
-    ranks, and so does a gather or reduce, which only returns nothing elsewhere.
-    """
+    """Return the values that a rank does not hold: an op on a value of an owner runs on the owner only."""
     coordinates = mesh.coordinates(rank)
     found = {
         node

@@ -1,8 +1,6 @@
 """What ops move or cast: parameters, their gradients or new values, each with its path and the line that uses it.
 
-A gather of a parameter, and the sum of its gradient, are emitted where the function is called, and again by each
-partition. Their role is therefore found once, in the recorded step, from its inputs, its results and the forward op of
-each backward op. Passes and stages keep it. The line is that of the first op that computes with the parameter.
+Roles are found in the recorded step, from its inputs, its results and the forward op of each backward op.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ class RoleFinder:
         self._found: dict[fx.Node, Known] = {}  # of any input
 
     def __call__(self, node: fx.Node) -> None:
-        """Note a recorded op."""
         is_sum = node.target is aten.add.Tensor and info(node).backward  # of the gradients of two uses
         if not (_moves(node) or is_sum or node.target in _JOINS):
             return
@@ -48,10 +45,7 @@ class RoleFinder:
         return (Role.PARAMETER, (node,)) if node.op == "placeholder" else self._found.get(node)
 
     def record(self, traced: Traced) -> None:
-        """Record the role of each op that moves parameters, gradients or new values, their paths and the model's line.
-
-        It must run before passes, as they move values too.
-        """
+        """Record the role of each op. This must run before passes, as they move values too."""
         nodes = [node for node in traced.graph.nodes if node.op in ("placeholder", "call_function")]
         known = {node: known for node in nodes if (known := self._known(node)) is not None}
         found = {node: each for node, each in known.items() if all(info(of).is_parameter for of in each[1])}
@@ -70,7 +64,6 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _find_new_values(traced: Traced, found: dict[fx.Node, Known]) -> None:
-    """Find the ops that move the new value of a parameter, back to the op that computes it."""
     gradients = {node for node, (role, _) in found.items() if role is Role.GRADIENT}  # a function may return them
     for node in traced.inputs:
         index = info(node).updated_output
@@ -81,7 +74,6 @@ def _find_new_values(traced: Traced, found: dict[fx.Node, Known]) -> None:
 
 
 def _uses(traced: Traced, paths: dict[fx.Node, tuple[str, ...]]) -> dict[str, Source]:
-    """Return, for each path, the line of the first op of the forward that computes with the parameter."""
     uses: dict[str, Source] = {}
     for node in traced.nodes:
         source = info(node).source

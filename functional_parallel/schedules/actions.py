@@ -1,9 +1,7 @@
 """A pipeline schedule as data: the ordered actions of each rank, and the rank of each stage.
 
-A stage runs three kinds of work on a microbatch: the forward (F), the gradient of its input (I) and the gradient of its
-weights (W). B is I and W combined. Only the rank and the order of these actions distinguish GPipe from zero bubble or
-DualPipe, so a schedule holds these and nothing else. It contains no times, tensors or messages. Messages follow from
-the order (`messages`), and times follow from costs (`simulate`).
+A stage runs the forward (F), the gradient of its input (I) and that of its weights (W) of a microbatch; B is I and W
+combined. Messages follow from the order (`messages`), and times follow from costs (`simulate`).
 """
 
 from __future__ import annotations
@@ -209,7 +207,6 @@ def table(schedule: Schedule) -> str:
 def parse_ranks(
     ranks: Iterable[str | Iterable[str | Action]],
 ) -> tuple[tuple[tuple[Action, ...], ...], frozenset[Action]]:
-    """Parse the actions of each rank from texts or lists. Return them and the first action of each pair."""
     if isinstance(ranks, str):
         raise ScheduleError(f"{ranks!r} are the actions of one rank: give a list with a text for each rank")
     actions, pairs = [], []

@@ -1,9 +1,6 @@
 """PipeDream schedules: updates run while the pipeline stays full, so weights have versions.
 
-The backward of a microbatch must use the weights of its forward. A stage therefore keeps the versions that microbatches
-in flight have used (weight stashing). The schedule contains the version that each action reads, and the backwards that
-are followed by an update. The order of actions is as in 1F1B. Warm-up and drain happen once, at the ends of the
-stream.
+The backward of a microbatch uses the weights of its forward, so a stage keeps the versions in flight (weight stashing).
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Zero-bubble schedules by search: the best of many greedy schedules for given costs and a memory limit.
 
-In a greedy schedule each rank runs an action that is ready. A policy decides whether a forward or an input gradient
-goes first, and sets the number of forwards ahead. It also decides whether a rank waits briefly for such an action
-before it starts a weight gradient. There are few policies and a simulation is cheap. Therefore all policies are tried,
-and H1 and H2 if they fit.
+In a greedy schedule each rank runs an action that is ready, chosen by a policy. All of the few policies are tried.
 """
 
 from __future__ import annotations
@@ -99,8 +96,6 @@ def _receiver(action: Action, ranks: int) -> int | None:
 
 
 class _Rank:
-    """State of one rank in the greedy search: arrived values, past actions and permitted next actions."""
-
     def __init__(self, r: int, ranks: int, microbatches: int, limit: int, costs: Costs, policy: _Policy) -> None:
         self.r, self.microbatches, self.limit, self.costs, self.policy = r, microbatches, limit, costs, policy
         self.ahead = (limit, ranks - r, 2 * (ranks - r) - 1)[policy.ahead]

@@ -8,10 +8,7 @@ from ..errors import ScheduleError
 
 
 def require(name: str, rule: str, argument: str, value: int, legal: Callable[[int], bool], others: str = "") -> None:
-    """Raise `ScheduleError` unless `value` is an integer of at least 1 that is `legal` for `argument`.
-
-    `rule` describes the legal values. `others` are the other arguments that it depends on, as text.
-    """
+    """Raise `ScheduleError` unless `value` is an integer of at least 1 that is `legal` for `argument`."""
     if isinstance(value, int) and value >= 1 and legal(value):
         return
     start = int(value) if value >= 1 else 0
@@ -23,7 +20,6 @@ def require(name: str, rule: str, argument: str, value: int, legal: Callable[[in
 
 
 def ranks_of(name: str, stages: int, microbatches: int, chunks: int = 1) -> int:
-    """Return the number of ranks with `chunks` stages each. Raise `ScheduleError` for illegal arguments."""
     require(name, "at least 1 stage per rank", "chunks", chunks, lambda _: True)
     rule = "a number of stages that is a multiple of the chunks per rank" if chunks > 1 else "at least 1 stage"
     require(name, rule, "stages", stages, lambda number: number % chunks == 0, f"chunks={chunks}" if chunks > 1 else "")

@@ -1,8 +1,6 @@
 """DualPipe schedules: microbatches enter at both ends, so a rank can overlap a forward with a backward.
 
-DualPipe keeps two copies of the model, one in ascending and one in descending order of ranks. DualPipeV folds one model
-in two instead. Both use one rule of eight steps. In a pair of forward and backward, one may compute while the other
-communicates.
+DualPipe keeps two copies of the model, one in ascending and one in descending order of ranks. DualPipeV folds one.
 """
 
 from __future__ import annotations

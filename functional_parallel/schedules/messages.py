@@ -1,12 +1,7 @@
 """Point-to-point messages of a schedule, in an order that needs no tags and cannot deadlock.
 
-Messages without tags between two ranks arrive in the order of the sends. For each ordered pair of ranks, the order of
-sends must therefore equal the order of receives. A receive directly before each use does not guarantee this: a folded
-schedule may use the first message after the second, and its results would be wrong without an error.
-
-Here one traversal over all ranks inserts a send after its action. At the same moment it appends the receive to the list
-of the other rank. Both orders are then the order of the traversal. The traversal is itself a valid order of execution,
-so even blocking sends cannot deadlock.
+Messages without tags arrive in the order of the sends, so receives between two ranks must have the same order. One
+traversal over all ranks, which is a valid order of execution, adds a send and its receive at the same moment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Schedules with one stage per rank and unsplit backwards: sequential, GPipe and 1F1B.
-
-After a warm-up of forwards, a rank of 1F1B alternates one forward and one backward.
-"""
+"""Schedules with one stage per rank and unsplit backwards: sequential, GPipe and 1F1B."""
 
 from __future__ import annotations
 
@@ -112,7 +109,6 @@ def _warmed(name: str, stages: int, microbatches: int, ahead: int) -> Schedule:
 
 
 def alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """Run `ahead` forwards, then alternate one forward and one backward, then run the remaining backwards."""
     steady = zip(forwards[ahead:], backwards, strict=False)
     rest = backwards[len(forwards) - ahead :]
     return (*forwards[:ahead], *(action for pair in steady for action in pair), *rest)

@@ -1,9 +1,4 @@
-"""Search of depth, microbatch and schedule: simulate every choice and sort by time.
-
-A deeper pipeline has less to reduce over replicas, but more bubble. A smaller microbatch has less bubble, but more
-overhead. No formula weighs these effects for a given model and machine, but a simulation takes milliseconds. Choices
-that do not fit in memory are dropped.
-"""
+"""Search of depth, microbatch and schedule: simulate every choice that fits in memory, and sort by time."""
 
 from __future__ import annotations
 
@@ -182,7 +177,6 @@ def search(
 
 
 def check_search(machine: object, names: object, chunks: object) -> None:
-    """Check the arguments of `search`. Invalid ones would skip schedules silently, or fail inside the search."""
     if not isinstance(machine, Machine):
         raise TypeError(f"machine= takes an fp.schedules.Machine(ranks=…, memory=…), not {machine!r}")
     if isinstance(names, str):

@@ -1,9 +1,7 @@
 """Simulation of a schedule: start and end of each action, for given costs of actions and transfers.
 
-Each rank runs its actions in order. An action starts when the rank is free and its inputs have arrived. Sends run in
-the background; the messages from one rank to another are sent sequentially. The timeline has two measures of idle time.
-The bubble counts all idle time of a rank during the step. The span bubble counts only idle time between the first and
-the last action of the rank. Zero-bubble schedules make the span bubble zero.
+An action starts when its rank is free and its inputs have arrived. Sends run in the background, one after another. The
+span bubble counts idle time only between the first and the last action of a rank.
 """
 
 from __future__ import annotations
@@ -191,8 +189,6 @@ def _duration(times: Sequence[float], costs: Costs) -> float:
 
 
 class _Arrivals:
-    """Times at which the result of each action is on the rank that runs it, and on the rank that receives it."""
-
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
         self.times: dict[tuple[Action, int], float] = {}

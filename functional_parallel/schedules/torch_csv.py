@@ -1,11 +1,7 @@
 """CSV format of schedules that PyTorch's pipelining writes and reads.
 
-Each row is a rank. Each cell is an action, or empty if the rank waits. Two actions that overlap share a cell:
-"(0F3;3B1)OVERLAP_F_B". Files with explicit communication (format `compute_comms`) also have cells such as "0SEND_F1".
-These are ignored, because the messages follow from the actions.
-
-The format has no weight versions. An asynchronous schedule therefore writes them after its actions: "0F5@3" reads
-version 3, and "0B5@3>6" also creates version 6. PyTorch's reader uses the action and ignores the rest of such a cell.
+Two actions that overlap share a cell: "(0F3;3B1)OVERLAP_F_B". Cells of communication, such as "0SEND_F1", are ignored.
+The format has no weight versions. Here "0B5@3>6" reads version 3 and creates version 6; PyTorch ignores the suffix.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """V-shaped schedules, which use less memory than 1F1B: a folded pipeline with a pattern that frees activations sooner.
 
-Rank r of P holds stages r and 2P − 1 − r. A microbatch visits the rank four times: forward through the near and the far
-stage, then backward through the far and the near stage. A pattern defines the units of time at which these visits
-start. The next microbatch follows six units later. Weight gradients use the two units that remain.
-
-The distance between the visits is the lifetime of the activations, and so determines the memory. At the ends of a step
-the pattern has free units. Actions move there, as far as their inputs and the memory permit.
+Rank r of P holds stages r and 2P − 1 − r, so a microbatch visits it four times, at units of time that the pattern
+defines. The next microbatch follows six units later. Weight gradients use the two units that remain. At the ends of a
+step, actions move to free units as far as their inputs and the memory permit.
 """
 
 from __future__ import annotations
@@ -86,7 +83,6 @@ def _visits(plan: _Plan) -> _Plan:
 
 
 def _actions(r: int, ranks: int, plan: _Plan) -> Iterator[Action]:
-    """Yield the actions of a rank in order. Weight gradients of the far stage use free units first."""
     far = _holes(plan, ("I1",))
     near = _holes(plan | {"W1": far}, ("I0",))
     for _, kind, m in sorted((t, k, m) for k, ts in (plan | {"W1": far, "W0": near}).items() for m, t in enumerate(ts)):
@@ -125,11 +121,7 @@ def _needs(r: int, kind: str, m: int, ranks: int) -> Iterator[tuple[int, str, in
 
 
 def _moved_up(plans: list[_Plan], warm_up: bool) -> list[_Plan]:
-    """Move actions to earlier free units without more memory than before. The steady phase does not change.
-
-    The steady phase lasts from the first backward of the near stage of rank 0 to the first forward of the last
-    microbatch.
-    """
+    """Move actions to earlier free units without more memory than before. The steady phase does not change."""
     limit = max(map(_peak, plans))
     taken: list[set[int]] = [set() for _ in plans]
     phase = 0  # 0 warm-up, 1 steady phase, 2 drain

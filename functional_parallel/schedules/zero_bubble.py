@@ -1,9 +1,7 @@
 """Zero-bubble schedules: weight gradients are separate from input gradients and run while a rank would be idle.
 
-No other action depends on a weight gradient, so it may run at any time after its input gradient. H1 uses no more memory
-than the first rank of 1F1B. H2 uses about twice that memory, and its ranks never wait between their first and last
-action. V folds the pipeline: the first and the last stage share a rank, and every rank uses the memory of the first
-rank of 1F1B.
+H1 uses no more memory than the first rank of 1F1B, and H2 about twice that. V folds the pipeline: the first and the
+last stage share a rank, and every rank uses the memory of the first rank of 1F1B.
 """
 
 from __future__ import annotations
