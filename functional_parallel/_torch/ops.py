@@ -116,7 +116,6 @@ def _with_rows(x: Argument) -> Argument:
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes, the unit of reads of CUDA kernels."""
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     return all(offset * x.itemsize % 16 == 0 for offset in (x.storage_offset(), *strides))
 
@@ -167,7 +166,6 @@ def _by_formula(op: Op) -> Callable[..., Any]:
 
 
 def _rnn_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    """Compute `mkldnn_rnn_layer_backward` by the differentiable backward of the forward op."""
     *tensors, _, _, _, of_output, of_hidden, of_cell = args[:13]
     reverse, mode, hidden_size, layers, biases, train, bidirectional, batch_sizes, batch_first, _ = args[13:]
     options = (reverse, batch_sizes, mode, hidden_size, layers, biases, bidirectional, batch_first, train)

@@ -55,10 +55,7 @@ def record_input_specs(specs: Iterable[P | None]) -> None:
 def check_arguments(
     function: object, axes: tuple[str, ...], specs: Iterable[P], args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Check that the arguments of a call match the layout of a function, the specs of their leaves.
-
-    If the trace is typed only later, the returned arguments are marked for a later check.
-    """
+    """Check arguments against a function's layout. If types are inferred later, return them marked for a check."""
     bound = snapshot()
     if not axes or not args or any(axis not in bound or bound[axis].hidden for axis in axes):
         return args  # the collectives of the function raise the error
@@ -74,8 +71,6 @@ def check_arguments(
 
 
 class _Argument:
-    """One leaf of the arguments of a call, with the spec that the layout declares for it."""
-
     def __init__(self, value: Argument, spec: P, path: str) -> None:
         self.value, self.spec, self.path = value, spec, path
 
@@ -87,7 +82,6 @@ class _Argument:
         return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), function)
 
     def difference(self, axes: Sequence[str]) -> str | None:
-        """Describe the mismatch of the value. None if it matches."""
         if not isinstance(self.value, torch.Tensor):
             return None
         wrong = _type_difference(self.value, axes, type_of_spec(self.spec), repr(self.spec))
@@ -95,7 +89,6 @@ class _Argument:
         return None if wrong is None else f"  {self.path}: {wrong}"
 
     def _spec_difference(self, axes: Sequence[str]) -> str | None:
-        """Compare specs dim by dim, for an argument of the traced function that no op has changed."""
         node = _node_of(self.value)
         held, mapped = (None, []) if node is None else _without_mapped(self.value, node)
         split = [axis for axis in mapped if axis in axes]
@@ -110,10 +103,7 @@ class _Argument:
 
 
 def known_spec(value: Any) -> P | None:
-    """Return how a traced value lies, from the arguments of the trace that it is computed from op by op, elementwise.
-
-    None if another op computes it, or nothing is known of them.
-    """
+    """Return the spec of a traced value that is computed elementwise from the trace's arguments, else None."""
     node = _node_of(value) if isinstance(value, torch.Tensor) else None
     while node is not None and node.op == "call_function":
         shape = _shape(node)
@@ -122,7 +112,6 @@ def known_spec(value: Any) -> P | None:
 
 
 def _keeps(node: fx.Node) -> bool:
-    """Whether each element of a result is computed from the same elements of operands of its shape."""
     return node.target in _SAME or primitive_name(node) == "pcast" or torch.Tag.pointwise in node.target.tags
 
 
@@ -134,7 +123,6 @@ def _shape(node: fx.Node) -> Any:
 
 
 def _without_mapped(value: torch.Tensor, node: fx.Node) -> tuple[P | None, list[str]]:
-    """Return the spec of an argument without the dims that vmap maps, and their axes."""
     held = info(node).spec if node.op == "placeholder" else None
     if held is None:
         return None, []
@@ -146,7 +134,6 @@ def _without_mapped(value: torch.Tensor, node: fx.Node) -> tuple[P | None, list[
 
 
 def _node_of(value: torch.Tensor) -> fx.Node | None:
-    """Return the node of a traced value, without torch.func's wrappers. None for other values."""
     active, plain = recorder(), _torch.unwrap(value)
     return active.node_of(plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
 
@@ -163,7 +150,6 @@ def _type_difference(value: torch.Tensor, axes: Iterable[str], wanted: Type, spe
 
 
 def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
-    """Return the state of a value along an axis. If it cannot be determined, return `wanted`."""
     # A vmap level may map a value that is equal for all entries, and cannot detect Reduced values. Under vmap, only a
     # missing Varying is therefore reported.
     if recorder() is not None:

@@ -57,6 +57,5 @@ def _axes_of_input(node: fx.Node) -> AxisSet:
 
 
 def _is_mean(node: fx.Node, count: int) -> bool:
-    """Whether a sum is only divided by the number of ranks, as in `fp.pmean`."""
     divided = [user.target in (aten.div.Tensor, aten.div.Scalar) and user.args == (node, count) for user in node.users]
     return bool(divided) and all(divided)

@@ -31,10 +31,7 @@ from .typing import casts_of, type_of
 
 
 def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
-    """Run a typed graph with its implied casts. Each value is cast at most once per axis and target state.
-
-    `inputs` are the values of the inputs, followed by those of the captured tensors.
-    """
+    """Run a typed graph with its implied casts. `inputs` are the inputs and captured tensors."""
     run = _TypedInterpreter()
     run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
     with explicit_casts():
@@ -91,7 +88,6 @@ def _names_axes(node: fx.Node) -> bool:
 
 
 def _resolved(node: fx.Node, args: Args) -> Args:
-    """Replace `"auto"` in the arguments of a collective by the state of its operand."""
     call = collective_call(node)
     if call is None or "auto" not in call.states.values():
         return args

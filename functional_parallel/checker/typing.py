@@ -235,7 +235,6 @@ def _makes_zeros(node: fx.Node) -> bool:
 
 
 def _whose_zeros_it_keeps(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that make the result zeros if any one of them is zeros."""
     if node.target in _PRODUCTS:
         return [each for each in node.args[:2] if isinstance(each, fx.Node)]
     keeps = node.target in _KEEPS_ZEROS or primitive_name(node) == "pcast"

@@ -29,8 +29,6 @@ Axes = str | Iterable[str]
 
 @dataclass(frozen=True)
 class Binding:
-    """Meaning of one axis name."""
-
     size: int
     carrier: Communicator | Lane | None  # None while tracing
     hidden: bool = False  # whether collectives over the axis are forbidden
@@ -173,7 +171,6 @@ def axis_dim_split(name: str) -> DimSplit:
 
 
 def mesh_axis_size(name: str) -> int:
-    """Return the size of an axis, which may be hidden."""
     binding = _environment.get().get(name)
     return binding.size if binding is not None else _visible("mesh_axis_size", name).size
 
@@ -188,7 +185,6 @@ def communicator_for(operation: str, axes: Iterable[str]) -> Communicator | Lane
 
 
 def share_communicator(operation: str, axes: Iterable[str]) -> bool:
-    """Whether all these axes have one communicator, so that one collective can span them."""
     carriers = [_visible(operation, name).carrier for name in axes]
     return all(carrier is carriers[0] for carrier in carriers)
 

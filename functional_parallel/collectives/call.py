@@ -65,7 +65,6 @@ class CollectiveCall:
 
     @property
     def states(self) -> dict[str, str]:
-        """Arguments that are states."""
         return {name: value for name in _STATES if (value := getattr(self, name)) is not None}
 
     @property
@@ -79,14 +78,12 @@ class CollectiveCall:
         return tuple(dim for name in _DIMS if (dim := getattr(self, name)) is not None)
 
     def with_dims(self, change: Callable[[int], int]) -> CollectiveCall:
-        """Return the call for an operand with its dims in another order."""
         changed: dict[str, Any] = {n: change(dim) for n in _DIMS if (dim := getattr(self, n)) is not None}
         return replace(self, **changed)
 
 
 @lru_cache
 def attributes() -> dict[str, str]:
-    """Return the attributes of collectives, with their defaults."""
     return {each.name: each.default for each in fields(CollectiveCall) if isinstance(each.default, str)}
 
 

@@ -38,7 +38,6 @@ class DimSplit:
 
     @property
     def is_even(self) -> bool:
-        """Whether all chunks have the same size."""
         return self.samples == self.ranks
 
     @property
@@ -52,7 +51,6 @@ class DimSplit:
         return self.samples % self.ranks or self.ranks
 
     def divide(self, extent: int) -> bool:
-        """Whether a dim of size `extent` can be split in this way."""
         return extent % self.samples == 0
 
     def local(self, extent: int) -> int:

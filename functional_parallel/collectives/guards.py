@@ -96,7 +96,6 @@ def _held_modules(fn: Callable[..., Any]) -> Iterator[nn.Module]:
 
 
 def _held_by_function(fn: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield the modules, and the functions of the closure, that a function reaches."""
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, nn.Module):
         yield owner

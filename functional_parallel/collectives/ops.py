@@ -73,8 +73,6 @@ def _unbatchable(name: str) -> Callable[..., Tensor]:
 
 
 def _carried(name: str) -> Callable[..., Tensor]:
-    """Return the kernel of an op `name(x, axes, *params)` that calls the communicator's method of that name."""
-
     def kernel(*args: Tensor | Sequence[str] | Param, **_: str) -> Tensor:
         call = call_of(name, args)
         if axis_size(call.axes) == 1:

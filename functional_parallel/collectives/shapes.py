@@ -21,7 +21,6 @@ def canonical_dim(operation: str, shape: Sequence[int], dim: int) -> int:
 
 
 def chunk_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -> tuple[int, ...]:
-    """Return the shape of one rank's chunk if `dim` is split over the axes."""
     ranks = axis_size(axes)
     if shape[dim] % ranks:
         raise CollectiveShapeError(
@@ -32,7 +31,6 @@ def chunk_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequence[s
 
 
 def gathered_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -> tuple[int, ...]:
-    """Return the shape if the chunks of all ranks are concatenated along `dim`."""
     return (*shape[:dim], shape[dim] * axis_size(axes), *shape[dim + 1 :])
 
 

@@ -42,7 +42,6 @@ class State(str, Enum):
 
     @property
     def dual(self) -> State:
-        """State of the gradient of a value in this state."""
         return _DUAL.get(self, self)
 
     def __str__(self) -> str:
@@ -90,7 +89,6 @@ class Type(Mapping[str, State]):
         return frozenset(axis for axis, held in self._states.items() if held is state)
 
     def having(self, axes: Iterable[str], state: State) -> Type:
-        """Return the type with the state on `axes` replaced by `state`."""
         return Type({**self._states, **dict.fromkeys(axes, state)})
 
     def __eq__(self, other: object) -> bool:

@@ -154,7 +154,6 @@ def _checked_size(axis_name: str | None, given: int | None, leaves: Sequence[Any
 
 
 def _broadcast(dims: Dims, tree: Any) -> list[int | None]:
-    """Expand a prefix tree of dims to one dim per leaf of `tree`."""
     full = optree.tree_broadcast_prefix(dims, tree, none_is_leaf=True)
     leaves: list[int | None] = optree.tree_leaves(full, none_is_leaf=True)
     return leaves

@@ -22,11 +22,9 @@ class BatchSplit:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the batch is one group."""
         return self.microbatches == 1 and (self.over_ranks or self.ranks == 1)
 
     def synchronised(self) -> BatchSplit:
-        """Return the split with statistics of all ranks."""
         return replace(self, over_ranks=True)
 
     def of(self, x: Tensor) -> Tensor:

@@ -31,13 +31,11 @@ _synchronised = nn.SyncBatchNorm.forward
 
 
 def holds_batch_norms(module: nn.Module) -> bool:
-    """Whether a module has a batch norm with a forward that must be replaced."""
     norms = (each for each in module.modules() if isinstance(each, _CLASSES))
     return any(each.momentum is None or isinstance(each, nn.SyncBatchNorm) for each in norms)
 
 
 def require_no_group(module: nn.Module) -> None:
-    """Refuse batch norms that synchronise only some ranks."""
     wrong = [
         path or "the module"
         for path, each in module.named_modules()
@@ -65,8 +63,6 @@ def _inside() -> list[BatchSplit | None]:
 
 
 class _OfGroups(TorchFunctionMode):
-    """Mode that computes `F.batch_norm` in training from the statistics of groups of the batch."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         split, given = _inside()[-1], kwargs or {}
         if func is functional.batch_norm and split is not None and not split.is_whole:

@@ -27,8 +27,6 @@ from .snapshot import ABSENT, Snapshot
 
 
 class Dependencies:
-    """Dependencies of the programs that are traced from a module."""
-
     def __init__(self, module: nn.Module) -> None:
         self._module, self._name = module, type(module).__name__
         self._latest: Snapshot | None = None
@@ -43,10 +41,7 @@ class Dependencies:
 
     @contextmanager
     def recorded(self, passed: Mapping[str, torch.Tensor], trained: Collection[str]) -> Iterator[None]:
-        """Record the dependencies of the current trace, and report side effects of the forward called inside.
-
-        `passed` are the tensors that are arguments, of which the forward may write all that are not `trained`.
-        """
+        """Record the dependencies of the current trace. The forward may write what is passed and not trained."""
         require_no_gradient_hooks(self._module, self._name)
         params = {name: passed[name] for name in trained if name in passed}
         if self._passed != passed.keys():
@@ -75,7 +70,6 @@ class Dependencies:
         assume(self._latest.holds, self._latest.__str__)
 
     def _snapshot(self) -> Snapshot:
-        """Return a snapshot of everything that a trace freezes, which arguments are not."""
         modules = [*self._module.modules()]
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         constants = [each for name, each in named if name not in self._passed and not each.requires_grad]
@@ -137,7 +131,6 @@ class _Hooks:
 
 
 def require_no_gradient_hooks(module: nn.Module, name: str) -> None:
-    """Refuse hooks that torch's autograd would call."""
     for path, kind, hooks in _torch.gradient_hooks(module):
         for hook in hooks.values():
             raise SideEffectError(
@@ -149,7 +142,6 @@ def require_no_gradient_hooks(module: nn.Module, name: str) -> None:
 
 
 def described(hook: Callable[..., Any]) -> str:
-    """Return the name of a hook, and its source line."""
     inner = inspect.unwrap(hook.func if isinstance(hook, partial) else hook)
     name, code = getattr(inner, "__qualname__", type(inner).__qualname__), getattr(inner, "__code__", None)
     place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
@@ -164,7 +156,6 @@ def _attributes_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _classes_of(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Iterate over the attributes of the classes of a user's modules."""
     classes = {kind: None for each in module.modules() for kind in type(each).__mro__}
     yield from ((kind.__name__, vars(kind)) for kind in classes if kind.__module__.partition(".")[0] not in _NOT_OPENED)
 

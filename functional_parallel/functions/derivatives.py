@@ -200,7 +200,6 @@ def vmap(
 def _mapped(
     f: LocalFunction, in_dims: PyTree, out_dims: PyTree, axis: str | None, options: dict[str, Any]
 ) -> LocalFunction:
-    """Return the vmap of a local function. Its layout has one more dim, replicated or sharded over `axis`."""
     name = "vmap" if axis is None else f"vmap(spmd_axis={axis!r})"
 
     def start(args: tuple[PyTree, ...], mesh: Mesh) -> Resolved:
@@ -231,7 +230,6 @@ def _mapped(
 
 
 def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> tuple[PyTree, ...]:
-    """Cast trained arguments that are not mapped to Varying over `axis`."""
     # Each rank maps over its own samples, so gradients taken inside are not summed over the ranks.
     leaves, tree = optree.tree_flatten(args)
     own = [
@@ -241,7 +239,6 @@ def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> 
 
 
 def _of_one(leaf: PyTree, dim: int | None) -> PyTree:
-    """Return a stand-in with the shape of one sample of a leaf."""
     if dim is None:
         return leaf
     shape = list(leaf.shape)
@@ -250,7 +247,6 @@ def _of_one(leaf: PyTree, dim: int | None) -> PyTree:
 
 
 def _with_mapped(spec: P, leaf: PyTree, dim: int | None, axis: str | None) -> P:
-    """Return the spec of a value with one more dim, sharded over `axis` or replicated."""
     if dim is None:
         return spec
     dim %= leaf.ndim
@@ -263,8 +259,6 @@ def _with_mapped(spec: P, leaf: PyTree, dim: int | None, axis: str | None) -> P:
 
 
 def _gradient_call(argnums: Argnums, has_aux: bool, name: str) -> Callable[..., Any]:
-    """Return a function of a function and its arguments, which returns its gradients and value."""
-
     def call(f: Callable[..., Any], *args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
         register_dataclasses(args, named)
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -301,7 +295,6 @@ def _gradient_call(argnums: Argnums, has_aux: bool, name: str) -> Callable[..., 
 
 
 def _run_of(f: LocalFunction, resolved: Resolved) -> tuple[Callable[..., PyTree], Callable[[], SpecTree]]:
-    """Return the function to differentiate and one for the specs of its last result."""
     run, specs = beside(partial(f.run, resolved))
     return run if f.layout.axes else forward_first(run), specs  # a partitioned function traces its forward itself
 
@@ -354,7 +347,6 @@ def _derived(
 
 
 def _gradient_specs(resolved: Resolved, argnums: Argnums) -> SpecTree:
-    """Return the specs of gradients: the specs of their arguments, with Reduced replaced by Unreduced."""
     duals = resolved.tree.unflatten(map(P.dual, resolved.specs))
     return duals[argnums] if isinstance(argnums, int) else tuple(duals[number] for number in argnums)
 

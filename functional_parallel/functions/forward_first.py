@@ -44,7 +44,6 @@ def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callabl
 
 
 def filled(leaves: list[PyTree], indices: list[int], values: Sequence[PyTree], tree: optree.PyTreeSpec) -> PyTree:
-    """Unflatten the leaves with some of them replaced."""
     whole = list(leaves)
     for index, value in zip(indices, values, strict=True):
         whole[index] = value

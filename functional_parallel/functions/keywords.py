@@ -124,8 +124,6 @@ register_dataclasses(Keywords())
 
 
 def with_keywords(f: Callable[..., R]) -> Callable[..., R]:
-    """Return a user's function such that it takes `Keywords` as its last positional argument."""
-
     def call(*args: Any) -> R:
         return f(*args[:-1], **args[-1]) if args and isinstance(args[-1], Keywords) else f(*args)
 

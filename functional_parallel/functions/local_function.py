@@ -65,7 +65,6 @@ class Layout:
         return f"Layout({' → '.join(self.describe) or 'no transform'}; local over {axes}{asked})"
 
     def resolve(self, args: tuple[PyTree, ...], mesh: Mesh) -> Resolved:
-        """Return the layouts of these arguments on a mesh with all axes."""
         found = self.start(args, mesh)
         for contribute in self.resolvers:
             found = contribute(found)
@@ -94,7 +93,6 @@ class Layout:
         return wide
 
     def virtual_sizes(self, mesh: Mesh) -> dict[str, int]:
-        """Return the axes that requests add to a mesh, with their sizes."""
         return {name: size for each in self.requests for name, size in each.virtual_axes(mesh).items()}
 
 
@@ -130,15 +128,7 @@ class LocalFunction:
         return self._call(resolved, *args)
 
     def resolve(self, args: tuple[PyTree, ...], mesh: Mesh) -> Resolved:
-        """Return how arguments lie on a mesh, and what the function needs to run on their shards.
-
-        Args:
-            args: the arguments, or the first of them. Of tensors only the shapes, those of full tensors, matter.
-            mesh: the mesh.
-
-        Raises:
-            SpecError: if specs do not fit the arguments.
-        """
+        """Return the layouts of full arguments (of tensors only shapes count), and what a run on shards needs."""
         wide = self.layout.mesh(mesh)
         with bind(wide.shape, None):
             return self.layout.resolve(args, wide)
@@ -169,11 +159,9 @@ class LocalFunction:
         return LocalFunction(call, layout, self.name)
 
     def requesting(self, *requests: Request) -> LocalFunction:
-        """Return the function with more requests."""
         return self.with_layout(replace(self.layout, requests=(*self.layout.requests, *requests)))
 
     def resolving(self, resolver: Resolver) -> LocalFunction:
-        """Return the function with one more contribution to its layouts."""
         return self.then(self._call, resolver=resolver)
 
     def without_schedule(self) -> LocalFunction:
@@ -182,7 +170,6 @@ class LocalFunction:
         return self.with_layout(replace(self.layout, requests=tuple(each for each in kept if each is not None)))
 
     def with_layout(self, layout: Layout) -> LocalFunction:
-        """Return the function with another layout."""
         return LocalFunction(self._call, layout, self.name)
 
     def __str__(self) -> str:

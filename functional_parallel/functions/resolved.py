@@ -78,7 +78,6 @@ class Resolved:
         return self.inner
 
     def outside(self, name: str, specs: Iterable[P], own: Iterable[P]) -> Resolved:
-        """Return the layouts of a function around this one, by a transform."""
         return replace(self, name=name, specs=tuple(specs), own=tuple(own), inner=self)
 
     def around(self, args: tuple[PyTree, ...], specs: SpecTree) -> Resolved:
@@ -86,12 +85,10 @@ class Resolved:
         return replace(Resolved.of(args, self.mesh, optree.tree_leaves(specs)), stacks=self.stacks, inner=self)
 
     def split_update(self, further: Iterable[P]) -> Resolved:
-        """Return the layouts with an update that is split in addition."""
         split = (a.divided(b, self.mesh) for a, b in zip(self.update, further, strict=True))
         return replace(self, update=tuple(split))
 
     def updated(self) -> list[P]:
-        """Return the spec of each parameter in the optimizer's update."""
         kept = (spec.without(spec.reduced) for spec in self.specs)
         return [a.divided(b, self.mesh) for a, b in zip(kept, self.update, strict=False)]
 
@@ -126,8 +123,6 @@ Resolver = Callable[[Resolved], Resolved]  # contribution of a transform
 
 @dataclass(frozen=True)
 class _Beside:
-    """Function that keeps what another one returns beside its first result."""
-
     f: Callable[..., tuple[Any, Any]]
     kept: list[Any] = field(default_factory=list)
 

@@ -105,7 +105,6 @@ def _entries(container: Any) -> dict[Any, Any]:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return the attributes of an object that holds values. A module, a tensor, a function or a number has none."""
     is_closed = callable(value) or isinstance(value, ModuleType) or type(value).__module__.split(".")[0] == "torch"
     found = None if is_closed else getattr(value, "__dict__", None)
     return found if isinstance(found, dict) else _NONE

@@ -51,7 +51,6 @@ class StackedTree:
         return {f"{path}/{layer}": length for path, length in rows for layer in range(length)}
 
     def spread(self, values: Sequence[Any], of_layer: Callable[[Any], Any] = lambda x: x) -> PyTree:
-        """Return the tree of layers with one value per leaf. A layer gets `of_layer` of the value of its stack."""
         pairs = zip(values, self.lengths, strict=True)
         return self.tree.unflatten([[of_layer(one)] * count if count else one for one, count in pairs])
 

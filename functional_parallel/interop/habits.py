@@ -21,8 +21,6 @@ from .torch_optimizers import options_of, require_fresh
 
 
 class Habits:
-    """Objects of a loop as a prepared step was built from them."""
-
     def __init__(self, module: nn.Module, trained: Collection[str], optimizer: Any, scheduler: Any) -> None:
         self._module, self._name = module, type(module).__name__
         self._parameters = dict(module.named_parameters())

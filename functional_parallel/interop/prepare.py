@@ -113,7 +113,6 @@ def prepare(
 
 
 def _split(mesh: Mesh, plan: Plan | None, statistics: str) -> BatchSplit:
-    """Return the groups of the batch by whose statistics batch norms normalise."""
     if statistics not in ("rank", "all"):
         raise ValueError(f"prepare(statistics={statistics!r}): it is 'rank', as in torch, or 'all'")
     layout = layout_of(_nothing if plan is None else plan(_nothing))
@@ -171,7 +170,6 @@ class PreparedStep:
         return self._module
 
     def _follow(self, *, overwrites: bool = False) -> None:
-        """Take over values that were written into the module, and refuse other changes of it or its optimizer."""
         if not self._habits.require_same():
             self._writes.follow(dict(_tensors(self._module)))
         written = self._writes.found()
@@ -249,7 +247,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _filled(module: nn.Module, current: Tensors) -> nn.Module:
-    """Write parameters and buffers into a module, and return it."""
     with torch.no_grad():
         for name, tensor in _tensors(module):
             if name in current:
@@ -258,8 +255,6 @@ def _filled(module: nn.Module, current: Tensors) -> nn.Module:
 
 
 class _Model:
-    """The module with the buffers that its calls have changed so far."""
-
     def __init__(self, fn: Model, params: Tensors, buffers: Tensors) -> None:
         self.fn, self.params, self.buffers = fn, params, buffers
 
@@ -271,10 +266,7 @@ class _Model:
 def _of_params(
     f: Callable[..., Any], fn: Model, name: str, buffered: bool, has_aux: bool | None = None
 ) -> Callable[..., Any]:
-    """Return `f(model, *batch)` as a function of the parameters, the buffers if there are any, and the batch.
-
-    With `has_aux`, or False, it returns the new buffers too, as a loss does.
-    """
+    """Return `f(model, *batch)` as a function of the parameters, the buffers if there are any, and the batch."""
 
     def of_params(params: Tensors, /, *batch: Any, **named: Any) -> Any:
         buffers, batch = (batch[0], batch[1:]) if buffered else ({}, batch)

@@ -197,7 +197,6 @@ def _joined(path: str, parts: Sequence[PyTree], device: Device | None, dim: int)
 
 
 def _devices(devices: Devices, who: str) -> Sequence[Device | None]:
-    """Return the device of each replica. None stands for the device of the tensors."""
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         return [None] * devices
     if isinstance(devices, Sequence) and not isinstance(devices, str) and devices:

@@ -31,10 +31,7 @@ _OF_IMPLEMENTATIONS = {"lr", "foreach", "fused", "capturable"}
 
 
 def translated(optimizer: torch.optim.Optimizer, module: nn.Module, rates: list[Schedule]) -> Optimizer:
-    """Return the optimizer of this library that makes the same updates, for the parameters of a module by name.
-
-    There is a rate for each parameter group. Parameters in no group are frozen.
-    """
+    """Return the optimizer with the same updates. Parameters in no group are frozen."""
     kind = type(optimizer)
     if kind not in _CLASSES:
         known = ", ".join(each.__name__ for each in _CLASSES)
@@ -83,7 +80,6 @@ def _of_group(kind: type[torch.optim.Optimizer], number: int, group: Mapping[str
 
 
 def require_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has made steps, or has hooks."""
     if any(optimizer.state.values()):
         raise SideEffectError(
             "prepare: the optimizer has made steps, or has loaded a state, that a step does not use: prepare it before "
@@ -97,7 +93,6 @@ def require_fresh(optimizer: torch.optim.Optimizer) -> None:
 
 
 def options_of(optimizer: torch.optim.Optimizer, *, with_rates: bool) -> list[dict[str, Any]]:
-    """Return the options of each group that a compiled update depends on, and the identities of its parameters."""
     keys = [key for key in optimizer.defaults if key not in _OF_IMPLEMENTATIONS or (with_rates and key == "lr")]
     return [
         {
@@ -109,10 +104,7 @@ def options_of(optimizer: torch.optim.Optimizer, *, with_rates: bool) -> list[di
 
 
 def rates_of(scheduler: Any, optimizer: torch.optim.Optimizer, every: int) -> list[Schedule]:
-    """Return the rate of each parameter group, a function of the number of updates done.
-
-    The scheduler steps once per `every` updates. Without one, the rates are those of the optimizer at each update.
-    """
+    """Return the rate of each parameter group by update. The scheduler steps once per `every` updates."""
     if scheduler is None:
         return [_OwnRate(optimizer, number) for number in range(len(optimizer.param_groups))]
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -149,7 +141,6 @@ class _OwnRate:
         return self.rate
 
     def _read(self) -> bool:
-        """Read the rate. Return whether it has been the same at all times."""
         before, optimizer = self.rate, self.optimizer()
         if optimizer is not None:
             with _torch.disable_modes():  # a trace would depend on the content of a tensor
@@ -177,8 +168,6 @@ class _Rate:
 
 
 class _Course:
-    """The rates and momenta of all groups, computed as far as asked for."""
-
     def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer, every: int) -> None:
         groups = [{**group, "params": [torch.zeros(1, device="cpu")]} for group in optimizer.param_groups]
         self.optimizer: torch.optim.Optimizer = cast(Any, type(optimizer))(groups)
@@ -218,7 +207,6 @@ class _Course:
 
 
 def _cycles(scheduler: Any) -> bool:
-    """Whether a scheduler, or one of those that it is made of, changes momentum or the first beta."""
     return getattr(scheduler, "cycle_momentum", False) or any(map(_cycles, getattr(scheduler, "_schedulers", ())))
 
 

@@ -32,12 +32,10 @@ class Writes:
         self._marks = self._now()
 
     def follow(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Watch the tensors that have these names now, against the old values."""
         self._parameters = {name: named.get(name, each) for name, each in self._parameters.items()}
         self._tensors = [*self._parameters.values()]
 
     def had(self, name: str, value: torch.Tensor) -> bool:
-        """Whether the old value of a tensor is known to be this one."""
         clone = self._clones.get(name)
         return clone is not None and clone.device == value.device and torch.equal(clone, value)
 
@@ -46,7 +44,6 @@ class Writes:
         self._clones, self._sums = {}, {}
 
     def found(self) -> dict[str, torch.Tensor]:
-        """Return the parameters with values, shapes or dtypes other than the old ones."""
         now = self._now()
         if now == self._marks and not self._sums:
             return {}

@@ -30,7 +30,6 @@ _VECTOR = 64  # elements in a cache line of the narrowest dtype; the kernel work
 
 
 def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]) -> Triple:
-    """Update one parameter and its moments by the op, or by its formula if the update is differentiated."""
     _require_alike(p, g, m, v)
     if _torch.has_functorch_level((p, g, m, v)):
         return adamw_formula(p, g, m, v, *options)
@@ -56,7 +55,6 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]
 
 
 def _adamw_(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Options]) -> list[Tensor]:
-    """Update parameters of one dtype on one device, with one call of the fused kernel if there is one."""
     if _torch.has_fused_adamw(held[0], options[1]):
         _fused(held, g, *options)
     else:
@@ -88,7 +86,6 @@ def _as_it_is(x: Tensor) -> list[Tensor]:
 
 
 def _in_vectors(x: Tensor) -> list[Tensor]:
-    """Split a tensor into its full vectors (a view if it is contiguous) and one padded vector with the rest."""
     count = x.numel()
     whole = count - count % _VECTOR
     if whole == count:

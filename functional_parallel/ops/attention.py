@@ -39,7 +39,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scal
 
 
 def _with_batch_of_all(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Broadcast the batch dims of queries, keys and values, and add a dim for heads if any of them has heads."""
     if all(x.ndim <= 2 for x in operands):
         return operands
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in operands))
@@ -108,10 +107,7 @@ def _in_every_trace(
     scale: float | None = None,
     **named: Any,
 ) -> Tensor:
-    """Compute attention with dropout by its definition and keyed draws, because the kernels make their own draws.
-
-    Choose the kernel where a trace records kernels for CUDA.
-    """
+    """Compute attention with dropout by its definition, since kernels make their own draws; else choose the kernel."""
     if dropout_p:
         result: Tensor = _in_forwards(query, key, value, attn_mask, dropout_p, is_causal, scale, **named)
         return result
@@ -122,7 +118,6 @@ def _in_every_trace(
 
 
 def _takes_fused_kernel(q: Tensor) -> bool:
-    """Whether the kernel is chosen here: on CUDA, except in the trace of a forward, which records one op."""
     active = recorder()
     is_forward = active is not None and active.forward_only and active.on_node is None
     return not is_forward and torch.version.hip is None and _torch.wished_device(q.device).type == "cuda"

@@ -34,8 +34,6 @@ class AttentionKernel(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Sizes and dtype of an attention: of one head, and of the sequences."""
-
     dtype: torch.dtype
     head: int
     value: int
@@ -69,7 +67,6 @@ def attention_kernel(
 
 
 def _not_cudnn(shape: Shape, capability: tuple[int, int]) -> str:
-    """Return why cuDNN is not chosen; empty if it is."""
     if capability[0] not in (9, 10):
         return "it is the fastest on compute capabilities 9 and 10"
     if shape.dtype not in _HALVES:

@@ -57,7 +57,6 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
 
 
 def _note(spec: P) -> None:
-    """Record the axes that the constraints of a traced function name, for `refuse_idle`."""
     # The axes of a `shard_map` body are split explicitly in the body, and are not recorded.
     active = recorder()
     if active is not None:
@@ -68,10 +67,7 @@ def _note(spec: P) -> None:
 
 
 def refuse_idle(split: Collection[str], mesh: Mesh, transforms: Sequence[str]) -> None:
-    """Refuse constraints of the function being traced on an axis of several ranks that its plan does not split.
-
-    `split` are the axes that the plan splits, `transforms` the descriptions of its transforms.
-    """
+    """Refuse constraints on an axis of several ranks that the plan does not split."""
     active = recorder()
     noted = {} if active is None else active.notes.get(_NOTES, {})
     wrong = sorted(axis for axis in noted if axis in mesh.axis_names and axis not in split and mesh.axis_size(axis) > 1)
@@ -113,7 +109,6 @@ def _misfit(x: torch.Tensor, spec: P, problem: str) -> str:
 
 
 def _warn_of_slips(spec: P) -> None:
-    """Warn of unknown axes with a name close to an axis of the mesh. Other unknown axes are allowed in a model."""
     known = {*current_axes(), *hidden_axes()}
     for axis in sorted(spec.axes - known):
         meant = get_close_matches(axis, known, n=1, cutoff=_ALIKE)

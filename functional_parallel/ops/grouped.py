@@ -99,10 +99,7 @@ rule([_OUTER], Rule("~s^ k, ~s^ n, e^ -> e k n"))
 
 
 def _bilinear(op: Product, function: Product, of_left: Derivative, of_right: Derivative) -> Product:
-    """Return `apply` of the Function of a product, which is linear in its first two operands.
-
-    The gradients `of_left` and `of_right` take the cotangent and all operands.
-    """
+    """Return `apply` of the Function of a product. The derivatives take the cotangent and all operands."""
 
     class Bilinear(torch.autograd.Function):
         @staticmethod
@@ -163,7 +160,6 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute torch's grouped_mm. An operand is a list of rows, split at `offs` into groups, or a stack of matrices."""
     a, b = mat_a, mat_b
     if a.ndim == 3 and b.ndim == 3:
         found = torch.bmm(a, b)

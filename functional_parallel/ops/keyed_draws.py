@@ -27,7 +27,6 @@ _Unused = torch.layout | torch.memory_format | bool | None  # arguments without 
 
 
 def _wide(like: Tensor) -> Tensor:
-    """Return an empty tensor with a dtype of enough digits: at least float32, float64 for integers."""
     if not like.is_floating_point():
         return torch.empty_like(like, dtype=torch.float64)
     return torch.empty_like(like, dtype=torch.float32) if like.dtype.itemsize < 4 else like
@@ -147,8 +146,6 @@ def _scaled_normal(like: Tensor, mean: Tensor | float, std: Tensor | float) -> T
 
 
 def _writes(op: torch._ops.OpOverload, name: str, draw: _Draw) -> None:
-    """Register an in-place draw that is a function of a uniform or normal number."""
-
     @_keyed(op)
     def write(x: Tensor, *args: float, **kwargs: float) -> Tensor:
         return NotImplemented if x.is_complex() else x.copy_(draw(next_site(name), _wide(x), *args, **kwargs))
@@ -202,7 +199,6 @@ def _random_from_(target: Tensor, low: int, to: int | None) -> Tensor:
 
 
 def _decide(step: OpContext) -> OpSharding:
-    """Return the layout of `like`, or of the keys if `like` is not sharded."""
     # Only the shape of `like` is read, so partial sums count as replicated.
     like, key = (operand.place for operand in step.operands)
     if isinstance(like, Shard):

@@ -23,7 +23,6 @@ def packed(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> 
 
 
 def _unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
-    """Unpack the tensor with a slice of shape `shape` at `offset` in each run; concatenate the slices along `dim`."""
     joined = _joined(packed, parts, offset, shape, dim)
     return joined.clone() if joined.data_ptr() == packed.data_ptr() else joined.contiguous()
 

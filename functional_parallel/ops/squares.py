@@ -47,7 +47,6 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _at_once(tensors: Sequence[Tensor]) -> Tensor:
-    """Square torch's norms of the tensors of each dtype, as `torch.nn.utils.clip_grad_norm_` computes them."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
         alike.setdefault(x.dtype, []).append(x)

@@ -204,7 +204,6 @@ class _Group:
         return {path: leaves[number] for path, number in self.members.items()}
 
     def spread(self, state: PyTree, elsewhere: Any = _ELSEWHERE) -> PyTree:
-        """Return a state with every tree of the group as a tree like all parameters."""
         own = optree.tree_structure(self.members)
 
         def is_own(x: Any) -> bool:

@@ -150,7 +150,6 @@ def _composed(parts: Iterable[Transformation], step: Tensor) -> Callable[..., tu
 
 
 def _with_end(*parts: Transformation) -> tuple[Transformation, ...]:
-    """Return the transformations with an end that gives the new parameter, rounded as torch does."""
     match parts:
         case (*rest, _AddDecayedWeights() as decay, _ScaleByLearningRate() as rate):
             constants = decay.constants

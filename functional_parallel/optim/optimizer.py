@@ -156,7 +156,6 @@ def rates(optimizer: Optimizer, scheduled: PyTree) -> PyTree:
 
 
 def zeros_like(params: PyTree) -> PyTree:
-    """Return the initial value of a moment: zeros for every tensor. Other leaves are unchanged."""
     register_dataclasses(params)
     return optree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, params)
 

@@ -57,7 +57,6 @@ def _view_where_used(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) 
 
 
 def _is_whole_view(node: fx.Node) -> bool:
-    """Whether `node` is a view of all elements of its base, by a comparison of their bytes."""
     base = view_base(node)
     if base is None or not isinstance(info(base).val, Aval) or not isinstance(info(node).val, Aval):
         return False
@@ -65,7 +64,6 @@ def _is_whole_view(node: fx.Node) -> bool:
 
 
 def _forward(node: fx.Node) -> fx.Node | None:
-    """Return the forward op of a backward op, or the equal op that replaced it."""
     forward = info(node).forward_node
     while forward is not None and info(forward).replaced_by is not None:
         forward = info(forward).replaced_by

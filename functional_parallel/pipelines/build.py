@@ -30,8 +30,6 @@ from .structure import parts_of_rank, updates_of
 
 @dataclass(frozen=True)
 class PipelineRequest(Request):
-    """Request of `fp.pipeline`."""
-
     axis: str
     virtual: str  # the axis of microbatches
     schedule: Callable[[int], Schedule]  # for a number of ranks of the axis
@@ -55,22 +53,17 @@ class PipelineRequest(Request):
         return f"pipeline over {self.axis!r}"
 
     def summed_together(self, mesh: Mesh) -> int:
-        """Return the number of microbatches that one update sums."""
         schedule = self.on(mesh)
         return schedule.microbatches // updates_of(schedule)
 
 
 def pipeline_of(layout: Layout) -> PipelineRequest | None:
-    """Return the request of a function's pipeline; None if it has none."""
     return layout.last(PipelineRequest)
 
 
 @dataclass(frozen=True, eq=False)
 class StagedStep:
-    """Step with the roles of its ops in a pipeline, and the stages of those that belong to one.
-
-    The step has the shapes of one microbatch, and the axis of microbatches in its specs.
-    """
+    """Step, in the shapes of one microbatch, with the roles of its ops and their stages."""
 
     program: Program
     roles: OpRoles
@@ -87,7 +80,6 @@ class StagedStep:
         return once and not self.roles.is_inline(maker)
 
     def builder(self) -> StageBuilder:
-        """Return a builder of the programs of the stages. Passes may have erased ops, and added copies of ops."""
         program, roles, stage = self.program, self.roles, self.stage
         nodes = dict.fromkeys(program.traced.nodes)
         for copy in [node for node in nodes if node not in roles.of]:
@@ -229,13 +221,11 @@ class _PipelineBuilder:
         return [chain * each + microbatch for chain in chains for microbatch in range(each)]
 
     def _inputs_below(self, taken: set[fx.Node]) -> set[fx.Node]:
-        """Return the step's inputs that the given values depend on before the pipeline fills."""
         outside = (node for node in taken if self.roles.scope(node) != "stage")
         return {node for node in reached(outside, operands_of) if node.op == "placeholder"}
 
 
 def _lengths(parts: DimSplit, each: int) -> str:
-    """Return the length of the microbatches as text. Each is stored with length `each`."""
     if parts.is_even:
         return f"{each}"
     sample, short = each // parts.rows, parts.ranks - parts.full
@@ -243,7 +233,6 @@ def _lengths(parts: DimSplit, each: int) -> str:
 
 
 def _check_stream(program: PipelineProgram) -> None:
-    """Check that the update of an asynchronous stage does not need values of other stages."""
     crossing = next((exchange.node for level in program.epilogue.exchanges for exchange in level), None)
     if crossing is not None or len(program.epilogue.parts) > 1:
         where = "" if crossing is None else f"{source_of(crossing)}: "

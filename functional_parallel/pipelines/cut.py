@@ -31,14 +31,11 @@ _SLACK = 1.1  # largest stage allowed for the sake of smaller messages, relative
 
 @dataclass(frozen=True)
 class CutSpec:
-    """Specification of a cut. `balance` counts if neither marks nor stacks define the cut."""
-
     balance: str = "work"  # the quantity to balance over the stages; or "memory" of parameters and residuals
     lengths: Mapping[str, int] = field(default_factory=dict)  # path of each layer → number of layers in its stack
 
 
 def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh) -> dict[fx.Node, int]:
-    """Return the stage of every staged forward op."""
     forward = _staged_forward(traced, roles)
     marks = 1 + max((source.stage for node in roles.of if (source := source_of(node)) is not None), default=0)
     if marks > 1:
@@ -85,7 +82,6 @@ def _by_marks(forward: list[fx.Node], roles: OpRoles, marks: int, stages: int) -
 def _by_layers(
     traced: Traced, roles: OpRoles, forward: list[fx.Node], lengths: Mapping[str, int], stages: int
 ) -> dict[fx.Node, int]:
-    """Cut into equal groups of layers. Ops after a layer belong to its stage or a later stage."""
     _check_stacks(traced, roles)
     uneven = {path.rpartition("/")[0]: length for path, length in lengths.items() if length % stages}
     if uneven:
@@ -105,7 +101,6 @@ def _by_layers(
 
 
 def stage_of_layer(path: str, lengths: Mapping[str, int], stages: int) -> int:
-    """Return the stage of the layer at `path`. `lengths` maps the path to the number of layers of its stack."""
     return int(path.rpartition("/")[2]) * stages // lengths[path]
 
 
@@ -149,7 +144,6 @@ def finest(traced: Traced, roles: OpRoles, mesh: Mesh) -> tuple[dict[fx.Node, in
 
 
 def _narrow(places: dict[int, int]) -> set[int]:
-    """Return the cut points where no more bytes cross than at their neighbours."""
     order = sorted(places)
     widths = [inf, *(places[index] for index in order), inf]
     return {

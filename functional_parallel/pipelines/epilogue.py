@@ -29,8 +29,6 @@ RankSet = frozenset[int]
 
 
 class Transfer(NamedTuple):
-    """Value that one rank of the pipeline sends to another rank."""
-
     node: fx.Node
     source: int
     target: int
@@ -141,7 +139,6 @@ class EpiloguePlacement:
         return isinstance(aval, Aval) and aval.numel <= _SMALL and not self._is_of_parameter(node)
 
     def _is_of_parameter(self, node: fx.Node) -> bool:
-        """Whether a value is a parameter or computed from one parameter only, like the slice that a rank updates."""
         while len(operands := operands_of(node)) == 1:
             (node,) = operands
         given = self.given.get(node)
@@ -161,8 +158,6 @@ class EpiloguePlacement:
 
 
 class EpilogueBuilder:
-    """Builds an `Epilogue` from the graph of all ops that depend on the pipeline's sums, and the ranks of these ops."""
-
     def __init__(self, graph: EpilogueGraph, placing: EpiloguePlacement, name: str) -> None:
         self.name, self.traced, self.given, self.links = name, graph.traced, graph.given, graph.links
         self.ranks, self.at, self.wanted = placing.ranks, placing.at, placing.wanted
@@ -230,7 +225,6 @@ class EpilogueBuilder:
         return part
 
     def _donate(self, part: Subprogram, rank: int, level: int) -> None:
-        """Record for each input of `part` whether it may be overwritten, and the result that replaces it."""
         becomes = {self.links[index]: node for index, node in enumerate(self.traced.outputs) if index in self.links}
         for node, placeholder in zip(part.inputs, part.program.traced.inputs, strict=True):
             new = becomes.get(node)
@@ -238,7 +232,6 @@ class EpilogueBuilder:
             update_info(placeholder, updated_output=part.outputs.index(new) if new in part.outputs else None)
 
     def _may_be_overwritten(self, node: fx.Node, rank: int, level: int) -> bool:
-        """Whether an input is donated and its memory is not read after this level, nor sent to another rank."""
         given = self.given.get(node)
         if given is None or given.kind != "input" or not info(given.node).donated or given.node in self.kept:
             return False

@@ -86,13 +86,11 @@ class EpilogueGraph:
         return self._made[node]
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
-        """Return the operands that must be written before an op that is copied."""
         if node.op != "call_function" or self._begins(node):
             return []
         return [operand for operand in operands_of(node) if operand.op != "placeholder"]
 
     def _begins(self, node: fx.Node) -> bool:
-        """Whether this value is an input of the epilogue."""
         role = self.roles.of[node]
         return role is OpRole.TOTAL or (node in self.roles.late and role in (OpRole.ONCE, OpRole.EARLY))
 
@@ -132,7 +130,6 @@ class EpilogueGraph:
         return joined
 
     def _collected(self, node: fx.Node, dim: int, microbatch: int, parts: DimSplit) -> fx.Node:
-        """Return the slice of a microbatch's value that no earlier microbatch contains."""
         given, aval = EpilogueInput("collected", node, microbatch), info(node).aval
         varies = node in self.roles.varying
         value = self._placeholder(given, self.whole.spec(node)) if varies else self._value(node)
@@ -149,7 +146,6 @@ class EpilogueGraph:
         return self.whole.with_info_of(like, self.traced.graph.call_function(target, args))
 
     def _links(self, inputs: list[fx.Node], in_paths: Sequence[str], out_paths: Sequence[str]) -> dict[int, fx.Node]:
-        """Map the index of each result that replaces an input (new parameter, new moment) to that input."""
         by_path = {(path, info(node).val): node for path, node in zip(in_paths, inputs, strict=True)}
         found = {}
         for index, (path, output) in enumerate(zip(out_paths, self.traced.outputs, strict=True)):

@@ -17,8 +17,6 @@ from ..program import Program
 
 @dataclass(frozen=True)
 class Subprogram:
-    """Program that computes some values of a graph from others."""
-
     program: Program
     inputs: tuple[fx.Node, ...]  # the values of the full graph that it reads
     outputs: tuple[fx.Node, ...]  # the values of the full graph that it computes

@@ -19,7 +19,6 @@ from .structure import PipelineStructure
 
 
 def pairs_of(pipeline: PipelineStructure, settings: Settings) -> list[Unit]:
-    """Return the programs of each stage, the forward first."""
     return [_pair(pipeline, stage, settings) for stage in pipeline.stages]
 
 
@@ -46,7 +45,6 @@ def _exchange(
     pack: Callable[[Tensor], Sequence[Tensor]],
     unpack: Callable[..., Tensor],
 ) -> None:
-    """Store the chosen residuals of a stage in another form."""
     stage = pipeline.stages[index]
     for value in _residuals(pipeline, stage):
         if not is_chosen(value):
@@ -67,7 +65,6 @@ def _exchange(
 
 
 def _residuals(pipeline: PipelineStructure, stage: Stage) -> list[fx.Node]:
-    """Return the values that a stage saves after its forward for its backward, in the order of their names."""
     forward, works = stage.works["F"].first, stage.works.items()
     received = pipeline.stages[stage.index - 1].sends_forward if stage.index else ()
     there = {*forward.inputs, *forward.outputs, *received}
@@ -116,7 +113,6 @@ def _packed(
 def _unpacked(
     part: Subprogram, sums: int, value: fx.Node, unpack: Callable[..., Tensor], names: Sequence[fx.Node]
 ) -> Subprogram:
-    """Let a backward take the parts of a value instead of the value."""
     program, traced = part.program, part.program.traced
     place = part.inputs.index(value)
     here = traced.inputs[place]

@@ -17,7 +17,6 @@ from .structure import PipelineStructure
 
 
 def price_of_pipeline(program: PipelineStructure, hardware: Hardware, peak: int) -> Price:
-    """Return the price of a pipeline; `peak` is the peak memory of its ranks in bytes. See `Program.price`."""
     return _Priced(program, hardware).price(peak)
 
 
@@ -89,14 +88,12 @@ class _Priced:
         return self.program.updates * (sum(levels) + sum(self.exchanges))
 
     def _exchanged(self, level: int) -> float:
-        """Return the seconds of the exchange after a level. Each rank sends its values sequentially."""
         sent: Counter[int] = Counter()
         for node, source, _ in self.program.epilogue.exchanges[level]:
             sent[source] += info(node).aval.nbytes
         return max((self.link.seconds(size) for size in sent.values()), default=0.0)
 
     def _programs(self, rank: int) -> Iterator[tuple[Price, int]]:
-        """Yield the price of every program that a rank of the pipeline runs, with its number of runs."""
         yield self.prologues[rank], 1
         counts = Counter((a.kind, a.stage % self.schedule.depth) for a in self.schedule.actions[rank])
         for key, count in counts.items():

@@ -79,7 +79,6 @@ class PipelineProgram(PipelineStructure):
         return list(dict.fromkeys(each for program in self.every_program() for each in program.host_ops()))
 
     def remarks(self) -> tuple[str, ...]:
-        """Return the lines that `explain` prints below its table of collectives."""
         size = self.mesh.axis_size(self.axis)
         anew = [
             f"{count:g} {kind} over {', '.join(axes)}, {readable_bytes(round(sent))}"

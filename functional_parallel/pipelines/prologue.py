@@ -33,16 +33,12 @@ PrologueOutput = tuple[fx.Node, int | None]  # a value and its microbatch; None 
 
 @dataclass(frozen=True)
 class Prologue:
-    """Program that a rank runs before any stage."""
-
     program: Program
     inputs: tuple[fx.Node, ...]  # the step's inputs that it reads
     outputs: tuple[PrologueOutput, ...]  # the values that it computes
 
 
 class PrologueBuilder:
-    """Builds the program that computes some values, each for one microbatch or shared by all."""
-
     def __init__(
         self, roles: OpRoles, extractor: Extractor, in_specs: list[P], parts: DimSplit, wanted: Iterable[PrologueOutput]
     ) -> None:
@@ -100,7 +96,6 @@ class PrologueBuilder:
         return self._copy(node, microbatch)
 
     def _joined(self, node: fx.Node, microbatch: int | None) -> fx.Node:
-        """Write a collective over all microbatches, such as a sum, and return its result."""
         parts = [self.value(first_operand(node), each) for each in self.parts]
         combine = combine_op(node, self.roles.axis)
         if combine is None:

@@ -31,8 +31,6 @@ from ..rules import lookup
 
 
 class OpRole(Enum):
-    """Role of an op in a pipeline. The module docstring defines the values."""
-
     ONCE = "once"
     EARLY = "early"
     LOCAL = "local"
@@ -78,7 +76,6 @@ class OpRoles:
             self.late.add(node)
 
     def _begins(self, node: fx.Node) -> bool:
-        """Whether the op's result differs by microbatch although its operands do not."""
         return primitive_name(node) in ("axis_index", "pscatter") and names_axis(node, self.axis)
 
     def _role(self, node: fx.Node, operands: list[fx.Node], barrier: bool) -> OpRole:
@@ -151,7 +148,6 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _why_all(barrier: fx.Node, wanted: bool) -> str:
-    """Return the name of the op that needs all microbatches at the same time, with advice."""
     op = _meant(barrier)
     fix = (
         "normalise within groups of a microbatch's samples, by fp.functional(module, buffers=True, groups=(ranks, "
@@ -172,11 +168,7 @@ def _why_all(barrier: fx.Node, wanted: bool) -> str:
 
 
 def _meant(barrier: fx.Node) -> fx.Node:
-    """Return the user's op that caused a collective over microbatches.
-
-    For an all_gather it is a consumer of the gathered value, preferably a forward op without a sharding rule. For other
-    collectives it is the producer of the partial results.
-    """
+    """Return the user's op that caused a collective over microbatches: it reads a gather, or makes partial sums."""
     if primitive_name(barrier) != "all_gather":
         return next((node for node in reached([barrier], operands_of) if _is_of_user(node)), barrier)
     near = [

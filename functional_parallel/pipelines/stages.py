@@ -24,8 +24,6 @@ _FOLLOWING = {"F": "IW", "I": "W", "W": "", "B": ""}  # for each kind of work, t
 
 @dataclass(frozen=True, eq=False)
 class ActionPrograms:
-    """Programs for one kind of work of a stage on a microbatch."""
-
     first: Subprogram  # its last outputs are the summands of `totals`
     following: Subprogram  # also reads the running sums and adds to them; equal to `first` without sums
     totals: dict[fx.Node, Subprogram]  # the sums of the last outputs, in order, each with a program that only adds
@@ -38,8 +36,6 @@ class ActionPrograms:
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage of the model."""
-
     index: int
     works: dict[str, ActionPrograms]  # by kind of action: "F", "I", "W" and "B"
     sends_forward: tuple[fx.Node, ...]  # to the next stage after a forward
@@ -76,7 +72,6 @@ class StageBuilder:
         return any(node in self.roles.backward for node in self.stage)
 
     def _collected(self) -> set[fx.Node]:
-        """Return the values of each microbatch that are concatenated at the end: per-sample results."""
         outputs = {
             node for node in self.roles.traced.outputs if isinstance(node, fx.Node) and node in self.roles.varying
         }
@@ -125,7 +120,6 @@ class StageBuilder:
         return {node for node in backward if len(leads_to[node]) < 2}
 
     def _needed(self) -> dict[fx.Node, dict[int, set[str]]]:
-        """Return, for each staged value and stage, the kinds of work that read the value."""
         found: dict[fx.Node, dict[int, set[str]]] = {}
         for node, index in self.stage.items():
             for operand in self._operands(node):
@@ -140,8 +134,6 @@ class StageBuilder:
         return found
 
     def _operands(self, node: fx.Node) -> Collection[fx.Node]:
-        """Return all values that an op reads, including the operands of ops that are repeated for it."""
-
         def operands_of_repeated(value: fx.Node) -> list[fx.Node]:
             is_repeated = value not in self.stage and value.op == "call_function" and self.extractor.inline(value)
             return operands_of(value) if is_repeated else []
@@ -176,7 +168,6 @@ class StageBuilder:
         return {node for node in taken if _is_kept(node)}
 
     def _leaving(self, index: int, kinds: str, nodes: list[fx.Node]) -> set[fx.Node]:
-        """Return the values that other work of this stage, other stages or the end of the step need."""
         found = set()
         for node in nodes:
             for stage, taken in self.needed.get(node, {}).items():
@@ -206,7 +197,6 @@ class StageBuilder:
         return ActionPrograms(first, following, adding)
 
     def _crossing(self, index: int, neighbour: int, up: bool) -> tuple[fx.Node, ...]:
-        """Return the values that this stage sends or forwards to a neighbour, for that stage or stages after it."""
         found = []
         for node, needed in self.needed.items():
             made = self.stage[node]
@@ -220,7 +210,6 @@ class StageBuilder:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Whether a value is worth saving. Views are not, nor is the tuple of an op with several results."""
     if node.target is operator.getitem:
         return not is_view(node.args[0])
     return isinstance(info(node).val, Aval) and not is_view(node)

@@ -80,7 +80,6 @@ class PipelineStructure(BaseProgram):
         yield from (part.program for part in self._parts())
 
     def _parts(self) -> Iterator[Subprogram]:
-        """Yield every program of the stages and the epilogue once."""
         for stage in self.stages:
             for work in stage.works.values():
                 yield from work.parts
@@ -156,14 +155,12 @@ class PipelineStructure(BaseProgram):
 
 
 def updates_of(schedule: Schedule) -> int:
-    """Return the number of updates of a stage in a run of a schedule."""
     if schedule.versions is None:
         return 1
     return sum(action.stage == 0 for action in schedule.versions.writes)
 
 
 def parts_of_rank(stages: list[Stage], schedule: Schedule, rank: int) -> Iterator[Subprogram]:
-    """Yield the stage programs that a rank of the pipeline runs."""
     for kind, index in _works_of_rank(schedule, rank):
         yield stages[index].works[kind].first
 

@@ -70,7 +70,6 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def _look(leaf: torch.Tensor | None) -> str:
-    """Shape and kind of dtype. Mixed precision returns float32 for a narrower one."""
     if leaf is None:
         return "nothing"
     kind = "floating" if leaf.is_floating_point() else str(leaf.dtype).removeprefix("torch.")

@@ -20,5 +20,4 @@ class RunPass(Request):
 
 
 def requested_passes(layout: Layout) -> tuple[ProgramPass, ...]:
-    """Return the requested passes."""
     return tuple(each.run for each in layout.all(RunPass))

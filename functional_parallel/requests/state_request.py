@@ -96,7 +96,6 @@ class StateRequest(Request):
 
 
 def state_requests(layout: Layout) -> tuple[StateRequest, ...]:
-    """Return the requests of a layout that add leaves to the state, innermost first."""
     return layout.all(StateRequest)
 
 

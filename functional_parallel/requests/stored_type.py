@@ -35,8 +35,6 @@ class StoredType(StateRequest):
     def _mapped(
         self, change: Callable[[torch.Tensor], torch.Tensor], params: PyTree, other: int | None = None
     ) -> PyTree:
-        """Apply `change` to the parameters that are cast. `other` replaces the others, unless it is None."""
-
         def one(leaf: PyTree, kept: bool) -> PyTree:
             is_cast = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not kept
             return change(leaf) if is_cast else leaf if other is None else other

@@ -40,10 +40,7 @@ TargetLayout = AxisLayout | str
 
 
 def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, parts: DimSplit) -> torch.Tensor:
-    """Convert a rank's shard of a value from the layout `held` to another.
-
-    REPLICATED_VARYING gives the full value as a rank-dependent value: its gradient is summed over the ranks.
-    """
+    """Convert a shard between layouts. The gradient of REPLICATED_VARYING is summed over the ranks."""
     if held == form:
         return x
     if isinstance(held, Owned):
@@ -114,7 +111,6 @@ def _reshard(x: torch.Tensor, held: Shard, form: Shard, axis: str, parts: DimSpl
 
 
 def _gather(x: torch.Tensor, held: Shard, axis: str, parts: DimSplit, to: str | int) -> torch.Tensor:
-    """Gather to a state of all ranks, or to an owner."""
     dim, operation = held.dim, "gather" if isinstance(to, int) else "all_gather"
     if held.outer == 1:
         return drop_duplicates(apply_primitive(operation, x, (axis,), dim, to), held, parts)

@@ -22,8 +22,6 @@ Factors = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class OperandInfo:
-    """Data about one tensor operand for a decision: global shape and dtype, layout, and properties of the value."""
-
     aval: Aval
     place: AxisLayout
     is_parameter: bool = False
@@ -42,8 +40,6 @@ class SplitFactor:
 
 @dataclass(frozen=True)
 class OpSharding:
-    """Required layouts of the operands and layouts of the results."""
-
     operands: tuple[AxisLayout, ...]
     results: tuple[AxisLayout, ...]
     choice: SplitFactor | None = None
@@ -64,10 +60,7 @@ def choose_sharding(
     where: str,
     counts: bool = False,
 ) -> OpSharding:
-    """Apply a text rule to operands with given layouts on an axis with the split `parts`.
-
-    With `counts`, the op's own lowering ignores the samples that uneven shards duplicate.
-    """
+    """Apply a text rule. With `counts`, the op's own lowering ignores the samples that uneven shards duplicate."""
     ones = parts.ranks == 1 and len({operand.aval.shape for operand in operands}) == 1
     fits = [pattern.fit(op.aval.shape, where, ones=ones) for pattern, op in zip(rule.operands, operands, strict=True)]
     sizes = factor_sizes(fits, operands, where)

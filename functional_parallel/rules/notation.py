@@ -76,7 +76,6 @@ class RuleText:
 
 @lru_cache(maxsize=8192)
 def parse_rule(text: str) -> RuleText:
-    """Parse the text of a rule: operand patterns, `->`, result patterns; patterns are separated by commas."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(f"a rule has the form 'operands -> results'; there is no arrow in {text!r}")

@@ -20,8 +20,6 @@ from .duplicates import mask_duplicates, unique_mask
 
 @dataclass
 class OpContext:
-    """An op with the layouts of its operands and, after the decision, the layouts of its results."""
-
     node: fx.Node
     axis: str
     parts: DimSplit

@@ -27,8 +27,6 @@ Local = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """Sharding rule of one op."""
-
     text: Text | None = None  # in the notation of `rules.notation`, or a function that writes it for a node
     local: Local | None = None  # `local(step, *args, **kwargs)` computes a rank's shard. None runs the op on operands.
     decide: Callable[[OpContext], OpSharding | None] | None = None  # first, for ops that no text describes (views)
@@ -42,7 +40,6 @@ class Rule:
     whole_gradient: bool = False
 
     def text_for(self, node: fx.Node) -> RuleText:
-        """Return the rule of a call of the op, which has a pattern for each operand and each result."""
         assert self.text is not None
         text = self.text if isinstance(self.text, str) else self.text(node)
         if not isinstance(text, str):

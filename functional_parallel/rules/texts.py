@@ -53,7 +53,6 @@ def ndim_of(node: fx.Node) -> int:
 
 
 def dim_of(node: fx.Node) -> int:
-    """Return the `dim` argument of an op as a non-negative dim of its first operand."""
     return int(argument(node, "dim")) % max(ndim_of(node), 1)
 
 

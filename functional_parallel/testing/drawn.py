@@ -94,7 +94,6 @@ class _Draw:
         return x * factor + self._uniform(x) * x.square().mean().sqrt() / 2
 
     def _reordered(self, x: torch.Tensor) -> torch.Tensor:
-        """Reorder the elements; a constant leaf gets small integers added, away from zero."""
         if (x != x.flatten()[0]).any():
             return self._permuted(x)
         added = torch.randint(0, 3, x.shape, generator=self.generator, device="cpu").to(x)
@@ -107,7 +106,6 @@ class _Draw:
     # --- integers ---
 
     def _integers(self, x: torch.Tensor, legal: _Range | None) -> torch.Tensor:
-        """Draw from the full legal range, with both ends and some ignored labels; without a range, reorder `x`."""
         if legal is None:
             return self._permuted(x)
         drawn = torch.randint(legal.begin, legal.end, (x.numel(),), generator=self.generator, device="cpu")
@@ -146,12 +144,7 @@ def _common(ranges: Iterable[_Range | None]) -> _Range | None:
 
 
 def _index_ranges(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> dict[int, _Range]:
-    """Find the legal range of each integer leaf, by its number among all leaves.
-
-    A leaf has a range if every op that uses it, after views and copies, is a lookup or a loss of classes. Equality
-    tests do not count. A leaf is left out if any other op uses it. All leaves are left out if the function cannot be
-    traced.
-    """
+    """Find the legal range of each integer leaf that only lookups and losses of classes use, by its number."""
     leaves = optree.tree_leaves(args)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     integers = [index for index in tensors if not leaves[index].dtype.is_floating_point]

@@ -101,8 +101,6 @@ def _check_drawn(check: _Check, args: tuple[PyTree, ...]) -> None:
 
 @dataclass
 class _Check:
-    """Values and gradients of a function, with and without a plan. The first arguments determine its kind."""
-
     loss: Callable[..., PyTree]
     plan: Callable[..., PyTree]
     mesh: Mesh
@@ -152,7 +150,6 @@ class _Check:
         return compile(planned, self.mesh)
 
     def _unlike_before(self, first: PyTree, args: tuple[PyTree, ...]) -> str:
-        """Describe a function that returns other values in a second call; empty if it does not."""
         paths = tree_paths(first)
         with _without_checkpoints():
             again = self.loss(*args)
@@ -178,7 +175,6 @@ class _Check:
             compare(found, wanted, what, rtol=self._tolerances(name, wanted, args, is_drawn))
 
     def _tolerances(self, name: str, wanted: PyTree, args: tuple[PyTree, ...], is_drawn: bool) -> list[float]:
-        """Return the tolerance of each leaf, by the least precise dtype in its computation."""
         traced, leaves = traced_leaves(self.loss, args), optree.tree_leaves(wanted)
         program = self.step.program if is_drawn else None  # drawn arguments are more precise than a plan may want
         planned = program.traced.nodes if isinstance(program, Program) else []

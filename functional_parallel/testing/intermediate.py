@@ -34,10 +34,7 @@ def first_differing_op(
     exact: bool,
     rtol: float | None,
 ) -> str:
-    """Describe the first op with a value under a plan that differs from its value in the plain function.
-
-    `what` is the result that differs, "value" or "gradient". `exact` and `rtol` are those of `compare`.
-    """
+    """Describe the first op whose value under a plan differs from its value in the plain function."""
     traced = prepare(traced_leaves(loss, args))
     ops = [node for node in traced.nodes if not isinstance(info(node).val, tuple) and not _is_uninitialised(node)]
 

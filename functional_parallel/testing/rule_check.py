@@ -82,8 +82,6 @@ def check_rule(
 
 
 class _Coverage:
-    """Claims that samples have tested, and factors that no sample could test."""
-
     def __init__(self, op: Callable[..., PyTree], ranks: tuple[int, ...]) -> None:
         self.op, self.ranks = op, ranks
         self.claims: dict[str, None] = {}
@@ -210,8 +208,6 @@ class _Check:
     # --- the op on all layouts, and its gradients ---
 
     def _function(self, cases: list[Case]) -> Callable[..., PyTree]:
-        """Return a function that computes a weighted sum of the op's results on all layouts, and results per case."""
-
         def call(groups: list[list[torch.Tensor]]) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
             found = [
                 self.sample.call([x.sum(0) if how == SUMS else x for x, how in zip(group, case.layouts, strict=True)])
@@ -222,7 +218,6 @@ class _Check:
         return call
 
     def _gradient(self, f: Callable[..., PyTree], argument: int = 0) -> Callable[..., PyTree]:
-        """Return the function, with gradients if the op has them: `(gradients, (value, results))`."""
         return grad_and_value(f, argument, has_aux=True) if self.has_gradient else f
 
     def _partitioned(
@@ -272,7 +267,6 @@ def _run(local: Callable[..., PyTree], mesh: Mesh, args: tuple[PyTree, ...], lik
 
 
 def _is_differentiable(sample: Sample, results: Sequence[torch.Tensor]) -> bool:
-    """Whether the op has gradients here: torch has none for some ops, and none for integers."""
     if not (any(x.is_differentiable for x in sample.avals) and any(aval_of(x).is_differentiable for x in results)):
         return False
     op = sample.op

@@ -34,8 +34,6 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of each operand, and the claim that it tests."""
-
     claim: str
     promise: str  # consequence of the claim that the rule relies on
     fix: str  # advice for a false claim
@@ -51,10 +49,7 @@ class Case:
 
 
 def cases_of(rule: RuleText | None, avals: Sequence[Aval], parts: DimSplit) -> list[Case]:
-    """Enumerate layouts of an op's operands on one mesh axis, and the claims that they test.
-
-    The rule is None if it consists of code alone.
-    """
+    """Enumerate layouts of an op's operands on one axis, and the claims that they test."""
     found = [Case("a replicated op", "", "Correct the local function", (None,) * len(avals))]
     if rule is not None:
         found += _of_factors(rule, avals, parts)
@@ -117,7 +112,6 @@ def _of_marks(rule: RuleText, avals: Sequence[Aval]) -> Iterator[Case]:
 
 
 def _of_single_operands(avals: Sequence[Aval], parts: DimSplit) -> Iterator[Case]:
-    """Shard a single operand, or give it as partial sums: its rule has to convert it or the other operands."""
     for index, aval in enumerate(avals):
         options: list[Shard | str] = [Shard(dim) for dim, size in enumerate(aval.shape) if size and parts.divide(size)]
         options += [SUMS] if aval.is_differentiable else []

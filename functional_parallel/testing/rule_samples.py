@@ -22,8 +22,6 @@ from .intermediate import traced_leaves
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of the op: its leaves, indices of the op's tensor operands among them, and the rule's text for it."""
-
     op: Callable[..., PyTree]
     number: int
     leaves: list[PyTree]

@@ -174,7 +174,6 @@ def plans(
 
 
 def _schedules(most_stages: int) -> st.SearchStrategy[Schedule]:
-    """Strategy for synchronous schedules of two ranks with 2 or 4 microbatches and a bounded number of stages."""
     made: list[Schedule] = []
     for name, microbatches in product(sorted(FAMILIES), (2, 4)):
         try:

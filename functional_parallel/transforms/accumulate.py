@@ -107,15 +107,11 @@ def microbatched(f: LocalFunction, batch: SpecTree, describe: str) -> LocalFunct
 
 
 def names_microbatches(specs: SpecTree) -> bool:
-    """Whether a spec names the axis of microbatches."""
     return any(MICROBATCH in as_spec(each).named_axes for each in optree.tree_leaves(specs))
 
 
 def _as_data_axes_cut(layout: Layout, inner: Resolved) -> tuple[SpecTree, ...] | None:
-    """Return specs that cut the dims of the batch that data axes split; None if they split nothing.
-
-    An argument that they replicate, such as a teacher's weights, is not part of the batch.
-    """
+    """Specs that cut the batch dims that data axes split; None if they split nothing."""
     data = {each.axis for each in layout.all(DataAxis)}
 
     def cut(spec: P) -> P:

@@ -40,7 +40,6 @@ def parameter_specs(params: PyTree, specs: Rules, axis: str, who: str, source: S
 
 
 def _mostly_whole(specs: Rules, tree: PyTree, match: RuleMatch, axis: str) -> str:
-    """Describe parameters with most of the bytes that no rule for this axis names but "*"; empty if there are none."""
     rules = list(specs.items() if isinstance(specs, Mapping) else specs) if isinstance(match, _ByRules) else []
     named = [(pattern, spec) for pattern, spec in rules if pattern.strip("*/.")]
     if not any(axis in as_spec(spec).axes for _, spec in named):
@@ -83,10 +82,7 @@ def only_axis(specs: SpecTree, axis: str, who: str) -> SpecTree:
 
 
 def batch_arg_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
-    """Return specs of the arguments after the parameters. The list is empty if only the parameters are known.
-
-    Buffers after the parameters are replicated. `batch` does not count them.
-    """
+    """Return specs of the arguments after the parameters, if they are known. Buffers are replicated."""
     if len(args) > 1 and isinstance(args[1], BufferTree):
         return [P(), *batch_arg_specs((args[0], *args[2:]), batch, default)]
     if isinstance(batch, tuple):

@@ -72,7 +72,6 @@ def from_specs(
 
 
 def _axes(specs: Rules) -> list[tuple[str, str]]:
-    """Return pairs of a path (or the pattern of a rule) and an axis that its spec names."""
     pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
     by_path = specs if pairs else zip(tree_paths(specs), optree.tree_leaves(specs), strict=True)
     return [(path, axis) for path, spec in by_path for axis in sorted(as_spec(spec).named_axes)]

@@ -132,7 +132,6 @@ class diloco(local_sgd):
 
 
 def _outermost(axis: str, own: P, inner: P) -> P:
-    """Return the spec of a batch leaf whose parts over `axis`, each contiguous, are split as `inner` says."""
     if axis not in own.axes:
         return inner
     dim = next(dim for dim, axes in enumerate(own.dim_axes()) if axis in axes)

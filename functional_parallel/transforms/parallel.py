@@ -240,14 +240,12 @@ class zero(Transform):
         return (parameters, *batch_arg_specs(inner.args, self.batch, P(self.axis)))
 
     def _split(self, resolved: Resolved) -> Resolved:
-        """Add how the update is split, and the gradients for their norm: as the innermost data axis shards them."""
         if self.stage == 0:
             return resolved if resolved.norm else replace(resolved, norm=tuple(_shards(resolved.inside, self.axis)))
         found = replace(resolved, norm=(P(),) * len(resolved.update))
         return found if self.stage == 3 or self.layout == "flat" else found.split_update(self._shards(resolved.inside))
 
     def _shards(self, inner: Resolved) -> list[P]:
-        """Return the dim of each parameter that the axis shards."""
         params, mesh = inner.args[0], inner.mesh
         leaves, structure = optree.tree_flatten(params)
         if self.specs is None:

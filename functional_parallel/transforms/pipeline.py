@@ -127,7 +127,6 @@ class pipeline(Transform):
 
     @property
     def _family(self) -> str | Schedule | Callable[..., Schedule]:
-        """The schedule, by name if its function is that of a family."""
         known = (name for name, family in FAMILIES.items() if family.schedule is self.schedule)
         return next(known, self.schedule)
 
@@ -159,7 +158,6 @@ class pipeline(Transform):
         return local.requesting(Microbatches(MICROBATCH, plan.summed_together), plan)
 
     def _stacks(self, params: PyTree) -> StackedTree:
-        """Return which parameters are stacks of layers: the spec of a stack names the axis in dim 0."""
         specs = parameter_specs(params, self.specs, self.axis, self.name, self.source)
         leaves = optree.tree_leaves(params)
         rows = zip(tree_paths(params), leaves, optree.tree_leaves(specs), strict=True)

@@ -100,7 +100,6 @@ class remat(Transform):
 
     @property
     def chosen(self) -> str | Callable[..., bool]:
-        """The policy, or that by default."""
         return self.policy if self.policy is not None else "layers" if self.budget is None else "auto"
 
     @property

@@ -24,8 +24,6 @@ _OF_COPIES = {"reduced": "unreduced"}  # state of the gradients of the copies of
 
 
 def _by(primitive: Callable[..., tuple[Any, ...]]) -> Callable[..., Tensor]:
-    """Return the transpose that applies one primitive: `primitive(*params)` returns its name and its parameters."""
-
     def transpose(cotangent: Tensor, axes: Axes, *params: Any) -> Tensor:
         operation, *own = primitive(*params)
         return apply_primitive(operation, cotangent, axes, *own)

@@ -118,7 +118,6 @@ def _leaves(config: Mapping[str, Any], prefix: str, problems: Problems) -> Itera
 
 
 def converted(given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return the values of legal kinds, integers as int. Illegal and refused values are problems."""
     found = {}
     for path, value in given.items():
         key = KEYS[path]

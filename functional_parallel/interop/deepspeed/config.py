@@ -138,7 +138,6 @@ def from_config(
 
 
 def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> tuple[int, int, int]:
-    """Return the three batch sizes that fit together, from those that are given."""
     if train is None and micro is None:
         raise ValueError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
     if accumulation is None:

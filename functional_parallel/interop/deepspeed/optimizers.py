@@ -72,7 +72,6 @@ SCHEDULERS: dict[str, _Kind] = {
 
 
 def _parameters(kinds: Mapping[str, _Kind], block: str, given: Mapping[str, Any]) -> tuple[_Kind, dict[str, Any]]:
-    """Return the kind that a block names, in any case of letters, and its parameters with defaults."""
     name, prefix = given[f"{block}.type"], f"{block}.params."
     kind = {each.lower(): kind for each, kind in kinds.items()}.get(name.lower())
     if kind is None:

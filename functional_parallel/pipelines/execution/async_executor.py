@@ -47,7 +47,6 @@ class AsyncRankExecutor:
         """Do nothing, because the worker of each update starts separately."""
 
     def act(self, action: Action) -> list[Any]:
-        """Run an action, and the update after it if the schedule has one. Return the values for its neighbour."""
         self.most_versions = max(self.most_versions, len(self.versions))
         group, own = self._group(action)
         worker = self._worker(group, action)
@@ -59,7 +58,6 @@ class AsyncRankExecutor:
         return sent
 
     def receive(self, action: Action, stage: int, values: list[Any]) -> None:
-        """Store the values that an action of a neighbouring stage computed."""
         group, own = self._group(action)
         if group in self.workers:
             self.workers[group].receive(own, stage, values)
@@ -103,5 +101,4 @@ Executor: TypeAlias = RankExecutor | AsyncRankExecutor
 
 
 def _weights(inputs: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Return the inputs that microbatches may read: all except optimizer state."""
     return {node: x for node, x in inputs.items() if info(node).is_parameter or not info(node).is_state}

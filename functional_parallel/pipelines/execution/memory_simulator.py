@@ -29,7 +29,6 @@ Row = tuple[int, str, str, str]  # a storage: bytes, kind, description, source l
 
 
 def pipeline_memory(program: PipelineStructure) -> PipelineMemory:
-    """Return the memory of the ranks of a pipeline in a step; see `PipelineProgram.memory`."""
     footprints = {part: _Footprint(part, kinds) for part, kinds in _programs(program)}
     ranks = tuple(_OneRank(program, rank, footprints).memory() for rank in range(program.schedule.ranks))
     return PipelineMemory(program.name, program.axis, ranks)
@@ -57,8 +56,6 @@ Value = tuple[SimulatedStorage, ...]  # value of the executor: a tensor, or the 
 
 
 class _Tally:
-    """Bytes of live storages, with their curve and peak."""
-
     def __init__(self) -> None:
         self.alive = 0
         self.living: weakref.WeakSet[SimulatedStorage] = weakref.WeakSet()
@@ -69,7 +66,6 @@ class _Tally:
         self.largest: tuple[tuple[int, str, str], ...] = ()
 
     def note(self, step: str, beside: Sequence[Row] = ()) -> None:
-        """Add a point to the curve: the live storages, plus the rows in `beside`."""
         total = self.alive + sum(size for size, *_ in beside)
         if total > self.peak:
             self.peak = total
@@ -82,8 +78,6 @@ class _Tally:
 
 
 class _Footprint:
-    """Memory that a program allocates while it runs, and memory of its results. Inputs held elsewhere are excluded."""
-
     def __init__(self, program: Program, kinds: Sequence[str]) -> None:
         self.ledger, self.traced = StorageTable(program.name, program.traced), program.traced
         self.left = [self.ledger.storages[output] for output in self.traced.outputs]  # one per result of the op
@@ -134,7 +128,6 @@ def _programs(program: PipelineStructure) -> Iterator[tuple[Program, list[str]]]
 
 
 def _kinds_of_work(stage: Stage, kind: str, part: Subprogram, sums: int) -> list[str]:
-    """Return the kinds of the results of a stage's work: saved, only sent, or summed."""
     ordinary = part.outputs[: len(part.outputs) - sums]
     travels = set(stage.sends(kind)) - stage.kept_after(kind)
     return [*("messages" if node in travels else "residuals" for node in ordinary), *["gradients"] * sums]
@@ -196,7 +189,6 @@ class _OneRank:
         return self.constants[key]
 
     def run(self, program: Program, values: list[Value]) -> list[Value]:
-        """Return a program's results, and add a point to the curve for its peak."""
         found = self.footprints[program]
         given = dict(zip(found.inputs, (stored for value in values for stored in value), strict=True))
         values.clear()
@@ -211,17 +203,14 @@ class _OneRank:
         return [tuple(made[storage] for storage in result) for result in found.left]
 
     def send(self, step: Send, values: list[Value]) -> None:
-        """Keep a message until the next message is sent."""
         self.sent = values
         self.messages[step.rank] += [value[0].size for value in values]
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
-        """Allocate the memory for a message before it arrives."""
         self.under_way[step.action] = [self._message(aval.nbytes, str(step)) for aval in avals]
         self.tally.note(str(step))
 
     def take(self, action: Action) -> list[Value] | None:
-        """Return a received message. The values that the backward needs become residuals."""
         if action not in self.under_way:
             return None
         target = self.program.neighbour(action)
@@ -235,13 +224,11 @@ class _OneRank:
         return values
 
     def finish(self) -> None:
-        """Free the last sent message, because all messages have left."""
         self.sent = []
 
     def exchange(
         self, outgoing: Mapping[int, Sequence[Value]], incoming: Mapping[int, Sequence[Aval]]
     ) -> dict[int, list[Value]]:
-        """Simulate an exchange: the values for each rank are concatenated in separate memory."""
         if not outgoing and not incoming:
             return {}
         step = f"exchange with {', '.join(map(str, sorted({*outgoing, *incoming})))}"
@@ -259,7 +246,6 @@ class _OneRank:
 
 
 def _given_up(given: dict[Storage, SimulatedStorage], last_uses: Mapping[Storage, int]) -> dict[Storage, Row]:
-    """Clear `given` and return the inputs of a program that have no other reference."""
     latest: dict[int, Storage] = {}
     for storage in sorted(given, key=lambda storage: last_uses.get(storage, 0)):
         latest[id(given[storage])] = storage

@@ -54,7 +54,6 @@ class RankExecutor:
             self.late.update(zip(part.outputs, made, strict=True))
 
     def late_value(self, node: fx.Node) -> Any:
-        """Return a value of the epilogue that this rank has."""
         if node in self.late:
             return self.late[node]
         kind, value, which = self.program.epilogue.given[node]
@@ -65,7 +64,6 @@ class RankExecutor:
         return self.totals[which][value] if kind == "total" else self.collected[value, which]
 
     def act(self, action: Action) -> list[Any]:
-        """Run an action. Return the values for its neighbour."""
         stage, microbatch = self.program.stage_of(action), self.program.microbatch_of(action)
         crossing, kept = stage.sends(action.kind), stage.kept_after(action.kind)
         held = self.held.pop((action.stage, action.microbatch), {})
@@ -78,7 +76,6 @@ class RankExecutor:
     def _run(
         self, work: ActionPrograms, action: Action, microbatch: int, held: dict[fx.Node, Any], wanted: set[fx.Node]
     ) -> None:
-        """Run one of the work's programs. Values that are not in `wanted` are freed in it, at their last use."""
         chain = action.stage // self.program.schedule.depth
         totals = self.totals[chain]
         in_turn = not self.ordered or all(
@@ -106,7 +103,6 @@ class RankExecutor:
             self._catch_up(work, total, chain)
 
     def _catch_up(self, work: ActionPrograms, total: fx.Node, chain: int) -> None:
-        """Add the waiting summands that are in turn now."""
         key, totals = (total, chain), self.totals[chain]
         early = self.early.get(key, {})
         while early and (not self.ordered or self.turn.get(key, 0) in early):
@@ -137,6 +133,5 @@ class RankExecutor:
         ]
 
     def receive(self, action: Action, stage: int, values: list[Any]) -> None:
-        """Store the values that an action of a neighbouring stage computed."""
         held = self.held.setdefault((stage, action.microbatch), {})
         held.update(zip(self.program.message(action), values, strict=True))

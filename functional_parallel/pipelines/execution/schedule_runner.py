@@ -37,13 +37,10 @@ class Mailbox(Protocol):
 
 
 class ScheduleRunner:
-    """Runs one rank of a pipeline. `act` runs one action and returns the values for the neighbouring stage."""
-
     def __init__(self, program: PipelineStructure, mail: Mailbox, act: Callable[[Executor, Action], list[Any]]) -> None:
         self.program, self.mail, self.act = program, mail, act
 
     def run_schedule(self, worker: Executor) -> None:
-        """Run the rank's actions and messages in the order of the schedule."""
         program = self.program
         if "messages" not in program.cache:
             program.cache["messages"] = messages(program.schedule)
@@ -75,7 +72,6 @@ class ScheduleRunner:
             worker.receive(awaited, stage, values)
 
     def run_epilogue(self, worker: RankExecutor) -> None:
-        """Run the programs after the schedule, level by level."""
         for level, exchanges in enumerate(self.program.epilogue.exchanges):
             worker.end(level)
             self._exchange(worker, exchanges)

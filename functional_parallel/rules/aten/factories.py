@@ -29,7 +29,6 @@ def _decide_like(step: OpContext) -> OpSharding:
 
 
 def _decide_new(step: OpContext) -> OpSharding:
-    """Decide for `x.new_zeros(shape)`, which reads only dtype and device of x."""
     return OpSharding((step.operands[0].place,), (REPLICATED,), of_shapes=True)
 
 

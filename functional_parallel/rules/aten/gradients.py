@@ -46,7 +46,6 @@ rule([aten._prelu_kernel_backward.default], Rule(pointwise_text))
 
 
 def _convolution_text(node: fx.Node) -> str:
-    """Rule of `convolution_backward(gradient, x, w, bias_sizes, …)`, the gradients of x, w and the bias."""
     # The gradient of the bias lacks the channels of x.
     space, transposed, groups, wanted = ndim_of(node) - 2, node.args[7], node.args[9], node.args[10]
     out, into, kernel = ([f"{of}{dim}" for dim in range(space)] for of in "oik")
@@ -91,7 +90,6 @@ for packet, count in {**OF_IMAGES, **_MAX_POOLS}.items():
 
 
 def _layer_norm_text(node: fx.Node) -> str:
-    """Rule of `native_layer_norm_backward(gradient, x, shape, mean, rstd, weight, bias, …)`."""
     trailing = len(node.args[2])
     batch = [f"b{dim}" for dim in range(ndim_of(node) - trailing)]
     normed = [f"n{dim}" for dim in range(trailing)]
@@ -103,7 +101,6 @@ def _layer_norm_text(node: fx.Node) -> str:
 
 
 def _embedding_text(node: fx.Node) -> str:
-    """Rule of `embedding_dense_backward(gradient, indices, rows, padding_idx, scale_grad_by_freq)`."""
     mark = "^" if node.args[4] else "+"  # lookups of a row are counted over all indices
     index = " ".join(f"i{dim}{mark}" for dim in range(ndim_of(node) - 1))
     return f"~{index} d, {index or '()'} -> newv d"

@@ -52,7 +52,6 @@ rule([aten.linalg_cross.default], Rule(_cross_text))
 
 
 def _distances_text(node: fx.Node) -> str:
-    """Rule of `cdist(x, y)`, the distance of each pair of rows over the last dim. Equal batch dims may be sharded."""
     a, b = (info(operand).aval.shape for operand in node.args[:2])
     if a[:-2] != b[:-2]:
         return all_whole_text(node)

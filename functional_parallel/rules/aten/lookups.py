@@ -48,7 +48,6 @@ def _held_rows(step: OpContext, table: Tensor, index: Tensor, padding: int) -> T
 
 
 def _by_frequency(step: OpContext, rows: Tensor, index: Tensor) -> Tensor:
-    """Return `rows` with gradients divided by the number of lookups of each row on all ranks."""
     everywhere = convert(index, step.decision.operands[1], REPLICATED, step.axis, step.parts).flatten()
     none = torch.zeros(step.operands[0].aval.shape[0], dtype=torch.int64, device=index.device)
     counts = none.scatter_add(0, everywhere.long(), torch.ones_like(everywhere, dtype=torch.int64))
@@ -86,7 +85,6 @@ def _embedding(
 
 
 def _gather_text(node: fx.Node) -> str:
-    """Rule of `gather(x, dim, index)`. Other dims may be sharded if x and index have the same size."""
     # `gather` also allows a shorter index; such a dim must be replicated.
     x, index = info(node.args[0]).aval.shape, info(node.args[2]).aval.shape
     if len(x) != len(index):  # a scalar, or an index without elements
@@ -155,10 +153,7 @@ def _put_text(node: fx.Node) -> str:
 
 
 def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list[str]], list[str]] | None:
-    """Names of the dims of x, of each index, and of `x[indices]`. None for masks: their results have no fixed shape.
-
-    `mark` is for the dims of the indices that enumerate no dim of x.
-    """
+    """Names of the dims of x, of each index (`mark`: if it enumerates none), and of `x[indices]`. None for masks."""
     avals = {dim: info(index).aval for dim, index in enumerate(node.args[1]) if index is not None}
     if any(aval.dtype == torch.bool for aval in avals.values()):
         return None
@@ -193,7 +188,6 @@ def _local_indexing(step: OpContext, x: Tensor, indices: list[Any], *args: Argum
 
 
 def _scatter_text(node: fx.Node) -> str:
-    """Rule of `scatter(x, dim, index, source)`. The indexed dim is replicated."""
     # Another dim may be sharded if its size is the same in every operand.
     shapes = [info(operand).aval.shape for operand in tensor_operands(node)]
     ndim = len(shapes[0])
@@ -211,17 +205,14 @@ def _replicated_text(node: fx.Node) -> str:
 
 
 def _both_linear(patterns: list[str]) -> list[str]:
-    """Mark the first and last operand as linear together, for an op that copies elements of both."""
     return [f"&{patterns[0]}", *patterns[1:-1], f"&{patterns[-1]}"]
 
 
 def _without_marks(text: Callable[[fx.Node], str]) -> Callable[[fx.Node], str]:
-    """Remove the marks of a rule, for an op with the same layout that is not linear, such as a maximum or a product."""
     return lambda node: text(node).replace("&", "")
 
 
 def _rows_text(node: fx.Node) -> str:
-    """Rule of `index_add(x, dim, index, source)`. The dim must be replicated."""
     ndim, dim = ndim_of(node), dim_of(node)
     if not ndim or len(info(node.args[3]).aval.shape) != ndim:
         return _replicated_text(node)

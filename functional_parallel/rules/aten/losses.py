@@ -67,7 +67,6 @@ rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=
 
 
 def _likelihood_text(node: fx.Node) -> str:
-    """Rule for scores of shape `(n, c)`, or `(c)` for one sample."""
     # A summed loss stays partial. A mean is a quotient of two completed sums.
     batched = ndim_of(node) == 2
     weighted = isinstance(node.args[2], fx.Node)
@@ -84,7 +83,6 @@ def _likelihood_text(node: fx.Node) -> str:
 def _local_likelihood(
     step: OpContext, scores: Tensor, target: Tensor, weight: Tensor | None, *rest: int
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute loss and total weight from per-token terms. The decision determines which sums stay partial."""
     reduction, ignore = rest
     axis = step.axis
     if step.choice is None:
@@ -159,7 +157,6 @@ def _elementwise_text(node: fx.Node) -> str:
 
 
 def _local_elementwise(step: OpContext, *args: Argument, **kwargs: Argument) -> torch.Tensor:
-    """Compute the losses of a rank's elements. A mean divides their sum by the global count."""
     position, reduction = _ELEMENTWISE[step.node.target], argument(step.node, "reduction")
     if reduction == _NONE or step.choice is None:
         return step.run(*args, **kwargs)

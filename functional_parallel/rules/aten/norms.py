@@ -20,8 +20,6 @@ aten = torch.ops.aten
 
 
 def _trailing_text(statistics: int) -> Callable[[fx.Node], str]:
-    """Return the rule for `x` and its optional weight and bias over the normalised dims, of size one in statistics."""
-
     def text(node: fx.Node) -> str:
         trailing = len(node.args[1])
         batch = [f"b{dim}" for dim in range(ndim_of(node) - trailing)]
@@ -36,7 +34,6 @@ def _trailing_text(statistics: int) -> Callable[[fx.Node], str]:
 
 
 def _group_norm_text(node: fx.Node) -> str:
-    """Rule of `native_group_norm(x, weight, bias, N, C, HxW, groups, eps)`. Only the batch may be sharded."""
     rest = " ".join(f"r{dim}^" for dim in range(1, ndim_of(node)))
     scales = ["r1^"] * sum(isinstance(arg, fx.Node) for arg in node.args[1:3])
     plain = rest.replace("^", "")
@@ -81,12 +78,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute `F.batch_norm` as one op, or by its formula inside a derivative that a loss takes.
-
-    `partition` decomposes the op into the formula if an operand is sharded over several ranks.
-
-    The input has shape (batch, channels, …). Running statistics are updated in place, like torch does.
-    """
+    """Compute `F.batch_norm` as one op, or by its formula inside a derivative that a loss takes."""
     own = training or running_mean is None or running_var is None
     normed = batch_norm_formula if _torch.differentiating_level() else aten.native_batch_norm.default
     if not own:
@@ -135,7 +127,6 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Replaced:
-    """Compute `F.instance_norm` by the statistics of each sample and channel."""
     # With running statistics, torch's function is recorded.
     if running_mean is not None or not use_input_stats or input.ndim < 3:
         return NotImplemented

@@ -55,7 +55,6 @@ _WITH_TENSOR = {
 
 
 def _quotient_text(node: fx.Node) -> str:
-    """Rule of a quotient, which is linear in the numerator unless it is rounded."""
     rounded = node.kwargs.get("rounding_mode") is not None
     numerator_is_tensor = isinstance(node.args[0], fx.Node)
     return pointwise_text(node) if rounded or not numerator_is_tensor else linear_text("~.")(node)
@@ -84,7 +83,6 @@ def _local_quotient(step: OpContext, a: Tensor, b: Tensor, **kwargs: str | None)
 
 
 def _with_buffer_text(node: fx.Node) -> str:
-    """Rule of an op with a result and a buffer for the backward, which has the same shape on some devices."""
     x, buffer = info(node.args[0]).aval.shape, info(node).result(1).shape
     return "... -> ..., ..." if x == buffer else all_whole_text(node)
 

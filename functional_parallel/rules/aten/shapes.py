@@ -70,7 +70,6 @@ rule(RESHAPES, Rule(decide=_decide_view, local=_local_reshape, moves_only=True))
 
 
 def _reordered_text(node: fx.Node) -> str:
-    """Rule of `t(x)`, `transpose(x, first, second)` and `permute(x, order)`."""
     names = dim_names(ndim_of(node))
     turned = list(names)
     if node.target is aten.permute.default:
@@ -133,7 +132,6 @@ def _cut_place(place: AxisLayout, dim: int, extent: int, start: int, length: int
 def _strided_place(
     place: AxisLayout, dim: int, extent: int, start: int, length: int, stride: int, parts: DimSplit
 ) -> AxisLayout | None:
-    """Return the layout of a slice with a stride, if each rank can take the same strided slice of its shard."""
     if not isinstance(place, Shard) or place.dim != dim or start >= stride:
         return None
     divides = (extent // place.outer) % (parts.samples * stride) == 0
@@ -186,10 +184,7 @@ def _local_split(
 
 
 def _taken_text(*dims: str, left: str = "") -> Callable[[fx.Node], str]:
-    """Return the rule of a view that selects from some dims, which must be replicated and leave the results.
-
-    `dims` names the arguments that hold these dims. `left` names a new last dim of the results.
-    """
+    """Return the rule of a view that selects from `dims`, which are replicated. `left` names a new last dim."""
 
     def text(node: fx.Node) -> str:
         ndim = ndim_of(node)
@@ -202,11 +197,7 @@ def _taken_text(*dims: str, left: str = "") -> Callable[[fx.Node], str]:
 
 
 def _put_back_text(*dims: str, part: Sequence[str]) -> Callable[[fx.Node], str]:
-    """Return the rule of an op that writes a slice into the full tensor.
-
-    `dims` names the arguments that hold the sliced dims, which must be replicated. `part` has the names of these dims
-    in the slice. Additional names are appended to its dims.
-    """
+    """Return the rule of an op that writes a slice into the full tensor. `part` names `dims` in the slice."""
 
     def text(node: fx.Node) -> str:
         ndim = ndim_of(node)
@@ -253,7 +244,6 @@ def _stack_text(node: fx.Node) -> str:
 
 
 def _turned_text(node: fx.Node) -> str:
-    """Rule of `flip(x, dims)` and `roll(x, shifts, dims)`. Without dims, `roll` rolls through all dims."""
     ndim, dims = ndim_of(node), argument(node, "dims")
     if node.target is aten.roll.default:
         dims = dims or range(ndim)
@@ -261,7 +251,6 @@ def _turned_text(node: fx.Node) -> str:
 
 
 def _pad_text(node: fx.Node) -> str:
-    """Rule of `constant_pad_nd(x, pad, value)`. It is linear if the padding is zeros."""
     ndim = ndim_of(node)
     padded = [ndim - 1 - index // 2 for index, amount in enumerate(node.args[1]) if amount]
     return whole_along(*padded, ndim=ndim, mark="" if argument(node, "value") else "~")
@@ -277,14 +266,12 @@ def _repeat_text(node: fx.Node) -> str:
 
 
 def _unfold_text(node: fx.Node) -> str:
-    """Rule of `unfold(x, dimension, size, step)`: windows along a dim, with their elements in a new last dim."""
     ndim, dim = ndim_of(node), argument(node, "dimension") % max(ndim_of(node), 1)
     left, right = (dim_names(ndim, {dim: name}) for name in (f"d{dim}^", "new"))
     return f"~{pattern(left)} -> {pattern([*right, 'newsize'])}"
 
 
 def _bits_text(node: fx.Node) -> str:
-    """Rule of `view(dtype)`. It is elementwise, or acts along the last dim if the size of an element changes."""
     before, after = info(node.args[0]).aval, info(node).aval
     return "... -> ..." if before.dtype.itemsize == after.dtype.itemsize else batched_text(1)(node)
 

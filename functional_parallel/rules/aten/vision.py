@@ -17,7 +17,6 @@ aten = torch.ops.aten
 
 
 def _convolution_text(node: fx.Node) -> str:
-    """Rule of `convolution(x, w, bias, stride, padding, dilation, transposed, output_padding, groups)`."""
     # A partition adds the bias by a separate op. With a bias the op is not linear: each rank would add it.
     linear, add, bias = ("~", "+", "") if node.args[2] is None else ("", "^", ", co")
     ndim = ndim_of(node)
@@ -32,7 +31,6 @@ def _convolution_text(node: fx.Node) -> str:
 
 
 def _sampling_text(node: fx.Node) -> str:
-    """Rule of `grid_sampler(x, grid)`, which samples each channel of an image at the positions in its grid."""
     space = [f"s{dim}" for dim in range(ndim_of(node) - 2)]
     places = [f"g{dim}" for dim in range(len(space))]
     return f"~n c {'^ '.join(space)}^, n {' '.join(places)} xy^ -> n c {' '.join(places)}"

@@ -104,7 +104,6 @@ def _map(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 
 
 def _write_back(given: tuple[Args, Kwargs], widened: tuple[Args, Kwargs]) -> None:
-    """Copy running statistics back after an in-place update of their float32 copies."""
     arguments = [dict(enumerate(args)) | kwargs for args, kwargs in (given, widened)]
     for name in (1, 2, "running_mean", "running_var"):
         before, after = (each.get(name) for each in arguments)

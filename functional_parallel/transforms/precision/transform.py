@@ -139,7 +139,6 @@ def _refuse_unused(keep: Sequence[str], params: PyTree) -> None:
 
 
 def _cast(tree: PyTree, dtype: torch.dtype | None, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
-    """Cast a tree to `dtype`. Return it and the list of the leaves to keep, which were not cast."""
     leaves, structure = optree.tree_flatten(tree)
     kept = optree.tree_leaves(_is_kept(keep, tree))
     moved = [leaf if stays or dtype is None else cast(leaf, dtype) for leaf, stays in zip(leaves, kept, strict=True)]
@@ -147,7 +146,6 @@ def _cast(tree: PyTree, dtype: torch.dtype | None, keep: Sequence[str]) -> tuple
 
 
 def _is_kept(keep: Sequence[str], tree: PyTree) -> PyTree:
-    """Return, for each leaf, whether its path matches a pattern in `keep`, so that it is not cast."""
     leaves, structure = optree.tree_flatten(tree)
     return structure.unflatten(
         is_floating(leaf) and any(matches(pattern, path) for pattern in keep)
