@@ -64,11 +64,7 @@ def normalize_axes(axes: Axes) -> tuple[str, ...]:
 def bind(
     sizes: Mapping[str, int], carrier: Communicator | Lane | None, samples: Mapping[str, int] | None = None
 ) -> AbstractContextManager[None]:
-    """Bind axis names inside a `with` block. They shadow outer bindings of the same names.
-
-    The carrier is None while a function is only traced. `samples` has the batch size of each microbatch axis that does
-    not divide its batch.
-    """
+    """Bind axis names inside a `with` block, to None while a function is only traced."""
     cut = samples or {}
     bindings = {name: Binding(size, carrier, samples=cut.get(name)) for name, size in sizes.items()}
     return restored(MappingProxyType({**_environment.get(), **bindings}))

@@ -26,10 +26,7 @@ _DIMS = ("dim", "split_dim", "concat_dim")
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """Call of a primitive. The operand is a node of a graph, a tensor, or what else stands for a value.
-
-    The fields after `axes` are the arguments of the library ops, by name. None if the op does not have the argument.
-    """
+    """Call of a primitive. The fields after `axes` are the arguments of library ops; None if an op lacks it."""
 
     kind: str
     operand: Any  # None for `axis_index`

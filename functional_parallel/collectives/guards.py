@@ -59,11 +59,7 @@ def check_op(op: torch._ops.OpOverload) -> None:
 
 
 def check_callable(fn: Callable[..., Any]) -> None:
-    """Raise if a function holds a DDP or FSDP module.
-
-    The module may be the function itself, its bound object, an argument of a partial, in its closure, or a global that
-    its code uses.
-    """
+    """Raise if a function is or holds a DDP or FSDP module: bound, in a partial, a closure, or a global."""
     for module in _held_modules(fn):
         for part in module.modules():
             _check_module(part)

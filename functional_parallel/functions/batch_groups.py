@@ -49,10 +49,7 @@ def batch_norm_of_groups(
     momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute `F.batch_norm` in training from statistics of each group. The running ones follow the first rank.
-
-    A momentum that is a tensor is the weight of each microbatch, else they follow one after the other.
-    """
+    """Compute `F.batch_norm` in training from statistics of each group. The running ones follow the first rank."""
     x = split.of(input if input.dtype.itemsize >= 4 else input.float())
     dims = [*([0] if split.over_ranks else []), 2, *range(4, x.ndim)]
     mean = x.mean(dims, keepdim=True)

@@ -27,10 +27,7 @@ _SCHEDULERS = {
 
 
 def require_function(f: Callable[..., PyTree], who: str) -> None:
-    """Refuse a function of parameters that is a module, contains a DDP or FSDP module, or is not callable.
-
-    A module without parameters, such as `nn.MSELoss()`, is accepted as a function.
-    """
+    """Refuse a function of parameters that is a module with parameters, a DDP or FSDP module, or not callable."""
     if not callable(f):
         if isinstance(f, tuple) and len(f) in (2, 3) and callable(f[0]):
             raise TypeError(f"{who} takes a function of parameters, not a pair, as fp.functional returns. {_WRITE}")

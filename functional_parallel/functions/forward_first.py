@@ -25,11 +25,7 @@ from .resolved import beside
 
 
 def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callable[..., PyTree]:
-    """Return a function that calls f. Under a transform in a typed trace, it runs a trace of the forward of f.
-
-    That trace is run with every implied cast made explicit. If `lenient`, f is called directly, instead of refused, if
-    it closes over a tensor of an enclosing transform.
-    """
+    """Return f, which under a transform in a typed trace runs a trace of its forward, with explicit casts."""
 
     @functools.wraps(f)
     def call(*args: PyTree, **named: PyTree) -> PyTree:

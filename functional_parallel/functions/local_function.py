@@ -185,10 +185,7 @@ class LocalFunction:
 def specs_per_leaf(
     specs: tuple[SpecTree, ...], args: tuple[PyTree, ...], of: str, first: int = 0
 ) -> tuple[SpecTree, ...]:
-    """Return a spec for every leaf of some arguments, given a pytree prefix of specs per argument.
-
-    The message of an error names `of`. `first` is the number of the first argument among all.
-    """
+    """Return a spec for every leaf of arguments, given a pytree prefix per argument. `of` is for messages."""
     full = []
     for number, (spec, arg) in enumerate(zip(specs, args, strict=True), first):
         spec = type(arg)(spec) if type(spec) is dict and isinstance(arg, UserDict) else spec

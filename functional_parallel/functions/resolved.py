@@ -133,9 +133,6 @@ class _Beside:
 
 
 def beside(f: Callable[..., tuple[Any, Any]]) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """Split a function that returns (value, rest). torch.func's transforms and traces pass the value alone.
-
-    Return a function that returns the value, and one that returns the rest of its last call.
-    """
+    """Split a function of (value, rest): the function of the value, and a function for the last rest."""
     first = _Beside(f)
     return first, lambda: first.kept[0]

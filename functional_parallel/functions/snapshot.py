@@ -43,10 +43,7 @@ class _Opened(NamedTuple):
 
 
 class Snapshot:
-    """Snapshot of the attributes of some objects, given as dicts by the name of the object, except those in `ignored`.
-
-    `others` reads values that are compared by equality.
-    """
+    """Snapshot of attributes, by object. `others` reads values that are compared by equality."""
 
     def __init__(
         self,

@@ -78,10 +78,7 @@ class StackedTree:
         return optree.tree_map(lambda x: restack(x) if is_like_them(x) else x, value, is_leaf=is_like_them)
 
     def unstack_all(self, value: PyTree, params: PyTree) -> PyTree:
-        """Unstack every subtree of `value` with the structure and shapes of the stacked parameters `params`.
-
-        Leaves that are no tensors have any shape; a layer gets that of its stack.
-        """
+        """Unstack every subtree of `value` with the structure and shapes of the stacked parameters `params`."""
         leaves = optree.tree_leaves(params)
 
         def is_like_them(x: PyTree) -> bool:

@@ -92,10 +92,7 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute `F.ctc_loss`. Targets are padded to one row per sample; concatenated targets are not supported.
-
-    `log_probs` has shape (time, batch, classes), `targets` (batch, longest). One sample has no dim for the batch.
-    """
+    """Compute `F.ctc_loss` of scores (time, batch, classes) with targets padded to one row per sample."""
     single = log_probs.ndim == 2
     if targets.ndim != 2 - single:
         raise TracingError(

@@ -24,19 +24,13 @@ Derivative = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of rows (rows, inner) by its matrix of (groups, inner, columns).
-
-    `ends` has the end of each group (exclusive). Rows after the last group give zeros.
-    """
+    """Multiply each group of rows by its matrix of (groups, inner, columns). Rows after the last of `ends` give 0."""
     with keeping_grad_mode():
         return _apply_product(rows, matrices, ends)
 
 
 def grouped_outer(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the transpose of each group of rows by the same group of other rows.
-
-    The rows have shape (rows, left) and (rows, right), the result (groups, left, right).
-    """
+    """Multiply the transpose of each group of rows by the same group of other rows: (groups, left, right)."""
     with keeping_grad_mode():
         return _apply_outer(rows, others, ends)
 

@@ -13,11 +13,7 @@ from ..functions import PyTree, SpecTree
 
 
 def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
-    """Return the specs of an optimizer state of full tensors.
-
-    In each subtree with the structure of the parameters, a leaf with the shape of its parameter gets the parameter's
-    spec. All other leaves are replicated, such as a step count or a statistic per parameter.
-    """
+    """Return the specs of an optimizer state: those of the parameters where it has their structure and shapes."""
     is_like = _is_like(optree.tree_structure(params))
 
     def placed(leaf: PyTree, param: PyTree, spec: P) -> P:

@@ -12,11 +12,7 @@ from .roles import OpRole, OpRoles
 
 
 def assign_stages(traced: Traced, roles: OpRoles, cut: Mapping[fx.Node, int], last: int) -> dict[fx.Node, int]:
-    """Assign a stage to every staged op. Forward values pass to later stages only, backward values to earlier ones.
-
-    `cut` is the minimum stage of each forward op. An op with an operand of a later stage moves to that stage. A
-    backward op may get the forward's value for a recomputed operand of another stage.
-    """
+    """Assign a stage to every staged op, in a forward at least that of `cut`, and after its operands."""
     stage: dict[fx.Node, int] = {}
     for node in traced.nodes:
         if roles.of[node] is not OpRole.STAGED:

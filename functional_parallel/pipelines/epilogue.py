@@ -41,12 +41,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Programs that run after the pipeline, in levels, with exchanges between the levels.
-
-    `output_specs` have, for each result of the step, the axes along which its computed value differs. The result's own
-    spec may name more axes. For example, a gradient that is zero for any batch is laid out sharded, although all its
-    shards are equal.
-    """
+    """Programs that run after the pipeline, in levels. `output_specs` have the axes along which results differ."""
 
     given: dict[fx.Node, EpilogueInput]  # origin of each input
     parts: tuple[dict[int, Subprogram], ...]  # for each level, the program of each rank

@@ -33,12 +33,7 @@ class EpilogueInput(NamedTuple):
 
 
 class EpilogueGraph:
-    """Builds the graph of the epilogue. A result with the path, shape and dtype of an input replaces it.
-
-    `specs` has, for each input of the graph, the axes along which it differs. `links` maps the index of a result to the
-    input that it replaces. The specs of `program` include the microbatch axis. Each of the `chains` copies of the model
-    that run at the same time has separate sums.
-    """
+    """Builds the graph of the epilogue. `links` maps the index of a result to the input that it replaces."""
 
     def __init__(self, roles: OpRoles, extractor: Extractor, program: Program, parts: DimSplit, chains: int) -> None:
         self.roles, self.whole, self.parts, self.chains = roles, extractor, parts, chains

@@ -23,10 +23,7 @@ class Subprogram:
 
 
 class Extractor:
-    """Extracts programs from a graph. An op that is `inline` is repeated in every program that needs its value.
-
-    The axis `hidden` is removed from the types.
-    """
+    """Extracts programs from a graph. An op that is `inline` is repeated in every program that needs its value."""
 
     def __init__(
         self, traced: Traced, mesh: Mesh, in_specs: list[P], inline: Callable[[fx.Node], bool], hidden: str

@@ -100,10 +100,7 @@ class PipelineStructure(BaseProgram):
             yield self.stages[index].works[kind].first.program, count
 
     def forget_ops(self) -> None:
-        """Reduce the graphs of the step and of the epilogue to nodes without operands, with their shapes and dtypes.
-
-        The programs are copies of pieces of these graphs, and know each other's inputs and outputs by their nodes.
-        """
+        """Remove the operands of the step's and epilogue's nodes, which name inputs and outputs of the programs."""
         names = set(self._names())
         for graph in {node.graph for node in names}:
             for node in reversed(list(graph.nodes)):

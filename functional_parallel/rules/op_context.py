@@ -74,11 +74,7 @@ class OpContext:
         return unique_mask(extent, place, self.axis, self.parts, device)
 
     def held_positions(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convert positions along the sharded dim of the first operand to positions in this rank's shard.
-
-        Return the local positions, and whether this rank holds each. A duplicated sample of uneven shards
-        belongs to the first rank that holds it. Positions on other ranks are mapped to any legal position.
-        """
+        """Return the local positions of positions along the sharded dim, and whether this rank holds each."""
         place = self.decision.operands[0]
         assert isinstance(place, Shard)
         extent = self.parts.local(self.operands[0].aval.shape[place.dim])

@@ -84,11 +84,7 @@ def linear_text(marks: str) -> Callable[[fx.Node], str]:
 
 
 def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
-    """Return a rule in which the leading dims broadcast, may be sharded, and pass to all results.
-
-    The last dims, `trailing` of each operand, are replicated. The last number is repeated for additional operands.
-    `linear` has a mark per operand, `.` for none.
-    """
+    """Return a rule whose leading dims broadcast and may be sharded; the last `trailing` dims are replicated."""
 
     def text(node: fx.Node) -> str:
         shapes = [info(operand).aval.shape for operand in tensor_operands(node)]

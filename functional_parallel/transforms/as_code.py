@@ -68,11 +68,7 @@ def hashable(value: Any) -> Any:
 
 
 def from_code(text: str) -> Any:
-    """Return what `as_code` printed. Only calls of transforms, of their rules and of `P` are read; nothing else runs.
-
-    Raises:
-        ValueError: for any other name in the text, such as that of a function.
-    """
+    """Return what `as_code` printed. Only calls of transforms, their rules and `P` are read; nothing else runs."""
     kinds: list[type[Any]] = [LossScale, *_subclasses(AsCode)]
     known = {f"{'fp.' * _is_own(each)}{each.__name__}": each for each in kinds}
     return _read(ast.parse(text, mode="eval").body, {"P": P, **known})

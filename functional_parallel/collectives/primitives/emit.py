@@ -26,10 +26,7 @@ APPLY: dict[str, Callable[..., Tensor]] = {}  # `apply(x, lane, axes, *params)` 
 
 
 def apply_primitive(operation: str, x: Tensor, axes: Sequence[str], *params: Param) -> Tensor:
-    """Apply a primitive, by its name in `torch.ops.fp`, differentiably.
-
-    The first axis is major.
-    """
+    """Apply a primitive, by its name in `torch.ops.fp`, differentiably. The first axis is major."""
     axes = tuple(axes)
     if not share_communicator(operation, axes):
         return _one_axis_at_a_time(operation, x, axes, params)

@@ -35,11 +35,7 @@ class _Context(Protocol):
 
 
 def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor] | None = None) -> None:
-    """Define the Function of a primitive, for `apply_primitive`.
-
-    `leaves` is the state of its result; None if its last parameter is the state. `transpose(cotangent, axes, *params)`
-    applies another primitive over the same axes; None if the primitive has no derivative.
-    """
+    """Define the Function of a primitive. `leaves` is the state of its result; None if a parameter gives it."""
     op: Callable[..., Tensor] = getattr(torch.ops.fp, operation)
 
     class Primitive(torch.autograd.Function):

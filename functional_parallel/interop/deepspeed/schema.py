@@ -7,11 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Key(NamedTuple):
-    """Row of the schema.
-
-    A default is None if there is none, or if it depends on the type of the optimizer or scheduler. For a refused key it
-    is the value that is accepted.
-    """
+    """Row of the schema. The default of a refused key is the value that is accepted."""
 
     path: str  # with dots
     kind: str | tuple[str, ...]  # one of those in `checks`, or choices

@@ -18,11 +18,7 @@ from .rank_executor import RankExecutor, RunProgram
 
 
 class AsyncRankExecutor:
-    """Runs the actions of one rank of an asynchronous pipeline, with the interface of `RankExecutor`.
-
-    `inputs` has the full batch, and `slices` has its slice for each update. `results` has, for each update, the step's
-    results on this rank. Results that replace inputs are stored for the last update only.
-    """
+    """Runs the actions of one rank of an asynchronous pipeline, with the interface of `RankExecutor`."""
 
     def __init__(
         self,

@@ -17,10 +17,7 @@ RunProgram = Callable[[Program, list[Any]], list[Any]]
 
 
 class RankExecutor:
-    """Runs the actions of one rank. `run` runs a single program on a list of inputs, which it consumes.
-
-    If `ordered`, microbatches are summed in their own order instead of the schedule's order.
-    """
+    """Runs the actions of one rank. If `ordered`, microbatches are summed in their own order."""
 
     def __init__(
         self, program: PipelineStructure, rank: int, run: RunProgram, inputs: dict[fx.Node, Any], ordered: bool
