@@ -48,7 +48,6 @@ def functional_variant(op: Op) -> Op | None:
 
 
 def decomposition_of(op: Op) -> Callable[..., Any] | None:
-    """Return torch's decomposition of an op into simpler ops, or None."""
     from torch._decomp import decomposition_table  # a slow import that few calls need
 
     return decomposition_table.get(op)

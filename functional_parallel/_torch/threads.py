@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 
 def of_thread(name: str, make: Callable[[], T]) -> T:
-    """Return this thread's object `name`, created by `make` at the first call."""
     # In a thread where autograd runs a backward, it is the object of the caller's thread. On CUDA a backward runs in
     # such threads, and the contexts around it must apply there too. `threading.local` and context variables do not
     # provide this. torch copies its objects together with the rest of a thread's state.

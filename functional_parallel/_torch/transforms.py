@@ -88,7 +88,6 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
 
 
 def has_functorch_level(tensors: Sequence[Any]) -> bool:
-    """Whether some tensor takes part in a derivative or a vmap."""
     inside, recorded = is_inside_transform(), torch.is_grad_enabled()
     found = (x for x in tensors if isinstance(x, torch.Tensor))
     return any((recorded and x.requires_grad) or (inside and is_functorch_wrapped(x)) for x in found)

@@ -32,11 +32,7 @@ _V, _I, _U, _R, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDU
 
 
 def type_of_spec(spec: P) -> Type:
-    """Return the type of a value with this spec.
-
-    >>> type_of_spec(P("data", unreduced={"tensor"}))
-    {V:data, U:tensor}
-    """
+    """Return the type of a value with this spec, such as {V:data, U:tensor} of P("data", unreduced={"tensor"})."""
     states = dict.fromkeys(sorted(spec.axes), _V)
     states.update(dict.fromkeys(sorted(spec.unreduced), _U))
     states.update(dict.fromkeys(sorted(spec.reduced), _R))
@@ -45,7 +41,6 @@ def type_of_spec(spec: P) -> Type:
 
 
 def record_input_specs(specs: Iterable[P | None]) -> None:
-    """Record known specs of the arguments of the function that is being traced. Call it at the function's start."""
     active = recorder()
     assert active is not None
     for node, spec in zip(active.traced.inputs, specs, strict=True):
@@ -103,7 +98,6 @@ class _Argument:
 
 
 def known_spec(value: Any) -> P | None:
-    """Return the spec of a traced value that is computed elementwise from the trace's arguments, else None."""
     node = _node_of(value) if isinstance(value, torch.Tensor) else None
     while node is not None and node.op == "call_function":
         shape = _shape(node)

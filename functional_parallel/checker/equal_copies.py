@@ -28,7 +28,6 @@ _FIXES = {
 
 
 def warn_of_equal_copies(traced: Traced, sizes: Mapping[str, int]) -> None:
-    """Warn of each sum or maximum that a user's line takes of equal copies. The graph is typed; means are accepted."""
     suspects = {n: call for n in traced.nodes if (call := collective_call(n, *_FIXES)) and _is_of_the_user(n)}
     if not suspects:
         return

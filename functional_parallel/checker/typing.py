@@ -153,7 +153,6 @@ def type_of(node: fx.Node) -> Type:
 
 
 def since(node: fx.Node, axis: str) -> str:
-    """Describe the op through which a value came into its state along an axis, for messages; empty if unknown."""
     state = type_of(node)[axis]
     same = reached([node], lambda each: (operand for operand in operands_of(each) if type_of(operand)[axis] is state))
     first = next((each for each in node.graph.nodes if each in same and source_of(each) is not None), None)
@@ -165,7 +164,6 @@ def since(node: fx.Node, axis: str) -> str:
 
 
 def mismatch(axis: str, held: State, wanted: State, spec: P, output: fx.Node) -> str:
-    """Describe the mismatch of a result in state `held` along an axis with the state `wanted`, and how to fix it."""
     # With its origin: the line since which it is in that state.
     fixes = {
         (_V, _I): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "

@@ -41,11 +41,7 @@ _environment: ContextVar[Environment] = ContextVar("mesh axes", default=MappingP
 
 
 def normalize_axes(axes: Axes) -> tuple[str, ...]:
-    """Return one axis name, or several, as a tuple in the order given, the first one major.
-
-    >>> normalize_axes("data"), normalize_axes(["data", "tensor"])
-    (('data',), ('data', 'tensor'))
-    """
+    """Return one axis name, or several, as a tuple in the order given, the first one major."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if not isinstance(name, str):
@@ -77,12 +73,7 @@ def are_bound(sizes: Mapping[str, int], carrier: Communicator | Lane) -> bool:
 
 
 def hide(names: Axes) -> AbstractContextManager[None]:
-    """Forbid collectives over some axes inside a `with` block. `mesh_axis_size` still returns their sizes.
-
-    >>> with bind({"data": 4}, None), hide("data"):
-    ...     mesh_axis_size("data"), current_axes()
-    (4, {})
-    """
+    """Forbid collectives over some axes inside a `with` block. `mesh_axis_size` still returns their sizes."""
     return _marked(normalize_axes(names), hidden=True)
 
 
@@ -105,7 +96,6 @@ def trace_only() -> AbstractContextManager[None]:
 
 
 def snapshot() -> Environment:
-    """Return the current environment, to be re-entered with `restored`."""
     return _environment.get()
 
 
@@ -128,12 +118,7 @@ def current_axes() -> dict[str, int]:
 
 
 def hidden_axes() -> tuple[str, ...]:
-    """Return the axes that surrounding transforms will partition later, in the order of their binding.
-
-    >>> with bind({"data": 4, "tensor": 2}, None), hide("data"):
-    ...     hidden_axes()
-    ('data',)
-    """
+    """Return the axes that surrounding transforms will partition later, in the order of their binding."""
     return tuple(name for name, binding in _environment.get().items() if binding.hidden)
 
 
@@ -172,7 +157,6 @@ def mesh_axis_size(name: str) -> int:
 
 
 def communicator_for(operation: str, axes: Iterable[str]) -> Communicator | Lane | None:
-    """Return the one communicator that all these axes share; None while tracing."""
     # The public functions split a call over axes with different communicators.
     carriers = [_visible(operation, name).carrier for name in axes]
     if any(carrier is not carriers[0] for carrier in carriers):

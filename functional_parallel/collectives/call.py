@@ -91,12 +91,7 @@ def _parameters(kind: str) -> tuple[str, ...]:
 
 
 def call_of(kind: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> CollectiveCall:
-    """Return the call of a primitive with the arguments of its library op.
-
-    >>> call = call_of("all_gather", ("x", ["data"], 0, "varying"))
-    >>> call.operand, call.axes, call.dim, call.dst
-    ('x', ('data',), 0, 'varying')
-    """
+    """Return the call of a primitive with the arguments of its library op."""
     operand, axes, *params = (None, *args) if kind == "axis_index" else args
     named = dict(zip(_parameters(kind), params, strict=False))
     return CollectiveCall(kind, operand, tuple(axes), **named, **(kwargs or {}))

@@ -73,14 +73,7 @@ class DimSplit:
         return index * self.rows - (max(short, 0) if isinstance(short, int) else short.clamp(min=0))
 
     def whole_position(self, position: Position, index: Position, extent: int, outer: int = 1) -> Position:
-        """Return the global position of a local position in the shard of rank `index`. Both are numbers or tensors.
-
-        `extent` is the local size of the dim. The dim consists of `outer` blocks; the rank stores one chunk of each.
-
-        >>> parts, held = DimSplit.of(2), [0, 1, 2, 3]     # rank 1's halves of two blocks of 4
-        >>> [parts.whole_position(position, 1, 4, outer=2) for position in held]
-        [2, 3, 6, 7]
-        """
+        """Return the global position (number or tensor) of a position in rank `index`'s shard of `outer` blocks."""
         block = extent // outer
         ahead = 0 if outer == 1 else position // block * self.whole(block)
         inside = position if outer == 1 else position % block
@@ -89,12 +82,7 @@ class DimSplit:
     def held_position(
         self, position: Position, index: Position, extent: int, outer: int = 1
     ) -> tuple[Position, Position]:
-        """Return the local position of a global position (arbitrary if elsewhere), and whether the rank stores it.
-
-        >>> parts, whole = DimSplit.of(2), [2, 3, 4, 7]
-        >>> [parts.held_position(position, 1, 4, outer=2) for position in whole]
-        [(0, True), (1, True), (2, False), (3, True)]
-        """
+        """Return the local position of a global position (arbitrary if elsewhere), and whether the rank stores it."""
         block = extent // outer
         offset = position - self.start(index) * (block // self.rows)
         if outer == 1:

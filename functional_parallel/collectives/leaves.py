@@ -50,7 +50,6 @@ def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Par
 
 
 def _known_state(x: Tensor, lane: Lane, params: dict[str, Param]) -> State:
-    """Return the state of a value at a vmap level, which knows only whether the value varies."""
     # Reduced is taken from the caller's `src`.
     if is_mapped(x, lane):
         return State.VARYING

@@ -35,7 +35,6 @@ def gathered_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequenc
 
 
 def checked_rank(operation: str, what: str, rank: int, axes: Sequence[str]) -> int:
-    """Check that a rank exists along the axes, and return it."""
     ranks = axis_size(axes)
     if not 0 <= rank < ranks:
         raise CollectiveShapeError(

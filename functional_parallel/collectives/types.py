@@ -60,11 +60,7 @@ _HOLDING = {
 
 
 class Type(Mapping[str, State]):
-    """State of a value on every mesh axis. Axes that are not listed are Invariant. Immutable.
-
-    >>> Type(data="varying", tensor=State.UNREDUCED), Type(data="varying")["tensor"]
-    ({V:data, U:tensor}, <State.INVARIANT: 'invariant'>)
-    """
+    """State of a value on every mesh axis, such as {V:data, U:tensor}. Axes that are not listed are Invariant."""
 
     __slots__ = ("_states",)
 
@@ -103,11 +99,7 @@ class Type(Mapping[str, State]):
 
 
 def dual(type_: Type) -> Type:
-    """Return the type of the gradient of a value of this type: Unreduced and Reduced are swapped.
-
-    >>> dual(Type(data="varying", tensor="unreduced"))
-    {V:data, R:tensor}
-    """
+    """Return the type of the gradient of a value of this type: Unreduced and Reduced are swapped."""
     return Type({axis: state.dual for axis, state in type_.items()})
 
 
@@ -170,13 +162,7 @@ _FIXES = {  # by the collective, or "" for all others, and the state of its oper
 
 
 def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: Param) -> Type:
-    """Return the type of the result of a primitive, given the type of its operand (`Type()` for `axis_index`).
-
-    Of the other arguments, only `src` and `dst` matter here. The error for a state that does not fit proposes a fix.
-
-    >>> result_type("psum", Type(data="varying", tensor="varying"), ("tensor",))
-    {V:data}
-    """
+    """Return the type of a result (of `axis_index`, for `Type()`). Only `src` and `dst` of the parameters matter."""
     if operation == "axis_index":
         return operand.having(axes, _V)
     if operation in _NONLINEAR:

@@ -117,7 +117,6 @@ class _Results:
 
 
 def is_mapped(x: Tensor, lane: Lane) -> bool:
-    """Whether a value is mapped at the vmap level of `lane`."""
     functorch = torch._C._functorch
     level = functorch.maybe_get_level(lane.index)
     while functorch.is_functorch_wrapped_tensor(x):
@@ -133,7 +132,6 @@ def _holds_dataclasses(args: tuple[Any, ...]) -> bool:
 
 
 def dims_of_leaves(in_dims: Dims, args: tuple[Any, ...]) -> list[int | None]:
-    """Return the mapped dim of every leaf of the arguments; None for a leaf that is not a tensor."""
     if isinstance(in_dims, list):
         in_dims = tuple(in_dims)
     if isinstance(in_dims, tuple) and len(in_dims) != len(args):

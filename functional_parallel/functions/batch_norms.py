@@ -92,7 +92,6 @@ def _forward(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 
 
 def _averaged(module: _BatchNorm, input: torch.Tensor, split: BatchSplit | None) -> torch.Tensor:
-    """Run the training forward that tracks the mean of the statistics of all batches."""
     module._check_input_dim(input)
     assert module.num_batches_tracked is not None and module.running_mean is not None
     module.num_batches_tracked.add_(1 if split is None else split.microbatches)

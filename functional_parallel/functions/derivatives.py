@@ -330,7 +330,6 @@ def _derived(
     results: Callable[[Resolved, SpecTree], SpecTree],
     name: str,
 ) -> Callable[..., PyTree]:
-    """Return the derivative that `call` takes of a function of tensors; `results` returns its specs from those of f."""
     if not isinstance(f, LocalFunction):
         own = forward_first(f)
 

@@ -49,7 +49,6 @@ def require_module(module: nn.Module, who: str) -> None:
 
 
 def require_mesh(mesh: Mesh, who: str) -> None:
-    """Refuse an object that is not a `sharding_specs.Mesh`. The message shows the mesh to write."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{who} takes a sharding_specs.Mesh, not {type(mesh).__name__}: write {_mesh_for(mesh)}")
 

@@ -134,7 +134,6 @@ _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KE
 
 
 def call_signature(f: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a function. None if it has none, as some functions written in C."""
     try:
         return inspect.signature(f)
     except (TypeError, ValueError):
@@ -149,13 +148,7 @@ def copy_signature(f: Callable[..., Any], made: Callable[..., Any]) -> Callable[
 def bind_positional(
     signature: inspect.Signature | None, name: str, args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return all arguments by position. Omitted arguments before the last passed one get their defaults.
-
-    >>> bind_positional(call_signature(lambda params, x, mask=None, scale=1.0: None), "loss", (0, 1), {"scale": 2.0})
-    (0, 1, None, 2.0)
-    >>> bind_positional(call_signature(lambda params, *, scale: None), "loss", (0,), {"scale": 2.0})
-    (0, {'scale': 2.0})
-    """
+    """Return all arguments by position. Omitted arguments before the last passed one get their defaults."""
     if not named:
         return args
     if signature is None:

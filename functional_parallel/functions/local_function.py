@@ -165,7 +165,6 @@ class LocalFunction:
         return self.then(self._call, resolver=resolver)
 
     def without_schedule(self) -> LocalFunction:
-        """Return the function without a pipeline, for transforms that no schedule supports: a rank runs all stages."""
         kept = [each.without_schedule() for each in self.layout.requests]
         return self.with_layout(replace(self.layout, requests=tuple(each for each in kept if each is not None)))
 
@@ -214,12 +213,10 @@ def layout_of(f: Callable[..., PyTree]) -> Layout:
 
 
 def axis_mesh() -> Mesh:
-    """Return a mesh of all axes bound here, including hidden axes."""
     return Mesh({name: mesh_axis_size(name) for name in (*hidden_axes(), *current_axes())})
 
 
 def _full(leaf: PyTree, spec: P | None, axes: Collection[str], mesh: Mesh) -> PyTree:
-    """Return the full shape of a shard, if its spec is known."""
     return leaf if spec is None else hollow(leaf, whole_shape(leaf.shape, spec.only(axes), mesh))
 
 

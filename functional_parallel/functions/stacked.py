@@ -67,7 +67,6 @@ class StackedTree:
         return self.tree.unflatten(found)
 
     def restack_all(self, value: PyTree, join: Callable[[list[Any]], Any] | None = None) -> PyTree:
-        """Restack every subtree of `value` with the structure of unstacked parameters."""
         if not any(self.lengths):
             return value
 

@@ -266,8 +266,6 @@ class _Model:
 def _of_params(
     f: Callable[..., Any], fn: Model, name: str, buffered: bool, has_aux: bool | None = None
 ) -> Callable[..., Any]:
-    """Return `f(model, *batch)` as a function of the parameters, the buffers if there are any, and the batch."""
-
     def of_params(params: Tensors, /, *batch: Any, **named: Any) -> Any:
         buffers, batch = (batch[0], batch[1:]) if buffered else ({}, batch)
         model = _Model(fn, params, buffers)

@@ -104,7 +104,6 @@ def options_of(optimizer: torch.optim.Optimizer, *, with_rates: bool) -> list[di
 
 
 def rates_of(scheduler: Any, optimizer: torch.optim.Optimizer, every: int) -> list[Schedule]:
-    """Return the rate of each parameter group by update. The scheduler steps once per `every` updates."""
     if scheduler is None:
         return [_OwnRate(optimizer, number) for number in range(len(optimizer.param_groups))]
     if isinstance(scheduler, ReduceLROnPlateau):

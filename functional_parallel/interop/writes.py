@@ -24,7 +24,6 @@ class Writes:
         self.arm()
 
     def arm(self) -> None:
-        """Take the present values as the old ones."""
         self.release()
         self._clones = {name: _torch.lazy_clone(each) for name, each in self._parameters.items()}
         unshared = {name: self._parameters[name] for name, clone in self._clones.items() if clone is None}

@@ -157,7 +157,6 @@ def _row(batch: list[str], heads: list[str], rest: str) -> str:
 
 
 def _decide(step: OpContext) -> OpSharding | None:
-    """Decide for sharded query heads with replicated key heads that the ranks cannot split evenly."""
     # The query heads stay sharded, and each rank selects the key heads of its query heads.
     q, k = step.operands[0], step.operands[1]
     heads_dim = q.aval.ndim - 3

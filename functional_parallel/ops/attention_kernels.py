@@ -46,13 +46,7 @@ class Shape(NamedTuple):
 def attention_kernel(
     shape: Shape, capability: tuple[int, int] = (9, 0), enabled: Collection[str] = ("cudnn", "flash", "efficient")
 ) -> AttentionKernel:
-    """Return the kernel for an attention on CUDA. By default the device is assumed to be an H100 or H200.
-
-    >>> long = Shape(torch.bfloat16, 64, 64, 1024, 1024, has_mask=False, is_causal=True)
-    >>> others = long._replace(queries=16, keys=16), long._replace(dtype=torch.float32)
-    >>> [attention_kernel(each).name for each in (long, *others)]
-    ['cudnn', 'flash', 'efficient']
-    """
+    """Return the kernel for an attention on CUDA. By default the device is assumed to be an H100 or H200."""
     if shape.dtype not in (*_HALVES, torch.float32):
         return AttentionKernel("math", f"no fused kernel computes in {_name(shape.dtype)}")
     if shape.dtype == torch.bfloat16 and capability < (8, 0):
@@ -144,7 +138,6 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def attention_notes(traced: Traced) -> list[str]:
-    """Describe the fused attention kernels of a program for CUDA, with the reason for each."""
     found: dict[str, None] = {}
     for node in traced.graph.nodes:
         name = _OPS.get(node.target)

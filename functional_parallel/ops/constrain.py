@@ -118,7 +118,6 @@ def _warn_of_slips(spec: P) -> None:
 
 
 def constrain_rest(x: torch.Tensor, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> torch.Tensor:
-    """Apply a constraint to the axes that outer transforms will partition later."""
     rest = [index for index, axis in enumerate(axes) if axis in hidden_axes()]
     done = [index for index in range(len(axes)) if index not in rest]
     if not rest:

@@ -93,8 +93,6 @@ rule([_OUTER], Rule("~s^ k, ~s^ n, e^ -> e k n"))
 
 
 def _bilinear(op: Product, function: Product, of_left: Derivative, of_right: Derivative) -> Product:
-    """Return `apply` of the Function of a product. The derivatives take the cotangent and all operands."""
-
     class Bilinear(torch.autograd.Function):
         @staticmethod
         def forward(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

@@ -19,14 +19,7 @@ _BLOCK = 1 << 16  # elements squared at a time: they stay in the processor's cac
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, a scalar. Each tensor is summed separately.
-
-    Of complex numbers, the real and imaginary components are squared. Squares are computed at least in float32, because
-    the square of a number above 255 overflows float16.
-
-    >>> sum_of_squares([torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])])
-    tensor(14.)
-    """
+    """Return the sum of the squares of all elements, at least in float32: squares above 255² overflow float16."""
     tensors = list(map(as_real, tensors))
     if _torch.has_functorch_level(tensors):
         return _in_torchs_ops(tensors)

@@ -194,8 +194,6 @@ class _ByPath:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters of one optimizer: the index of each path, among the leaves of a tree with this structure."""
-
     members: dict[str, int]
     structure: Any
 

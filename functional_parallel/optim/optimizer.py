@@ -145,8 +145,6 @@ def scheduled_rates(optimizer: Optimizer, state: PyTree) -> PyTree:
 
 
 def rates(optimizer: Optimizer, scheduled: PyTree) -> PyTree:
-    """Return all rates of an update: the result of `scheduled_rates`, and the constant rates."""
-
     def of(lr: PyTree, found: PyTree) -> PyTree:
         if isinstance(lr, Mapping):
             return {pattern: of(each, found and found[pattern]) for pattern, each in lr.items()}

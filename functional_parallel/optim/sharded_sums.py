@@ -14,7 +14,6 @@ from ..functions import PyTree, SpecTree
 
 
 def decays_and_specs(optimizer: str, needs: str, decays: PyTree, specs: SpecTree, params: PyTree) -> PyTree:
-    """Return a pair for each parameter: its weight decay and its spec. Without specs, parameters are full."""
     if specs is None and current_axes():
         raise ValueError(
             f"{optimizer} was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "

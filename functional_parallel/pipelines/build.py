@@ -63,8 +63,6 @@ def pipeline_of(layout: Layout) -> PipelineRequest | None:
 
 @dataclass(frozen=True, eq=False)
 class StagedStep:
-    """Step, in the shapes of one microbatch, with the roles of its ops and their stages."""
-
     program: Program
     roles: OpRoles
     stage: dict[fx.Node, int]
@@ -94,14 +92,12 @@ class StagedStep:
 
 
 def finest_stages(program: Program, axis: str, inlined: set[fx.Node]) -> StagedStep:
-    """Cut a step into as many stages as possible. `inlined` are values that are computed for every microbatch."""
     roles = OpRoles(program.traced, axis, program.in_specs, inlined)
     cut, count = finest(program.traced, roles, program.mesh)
     return StagedStep(program, roles, assign_stages(program.traced, roles, cut, count - 1), count)
 
 
 def stages_of(program: Program, plan: PipelineRequest, inlined: set[fx.Node]) -> StagedStep:
-    """Cut a step into the stages of a plan. `inlined` are values that are computed for every microbatch."""
     roles = OpRoles(program.traced, plan.virtual, program.in_specs, inlined)
     count = plan.on(program.mesh).depth
     cut = cut_of(program.traced, roles, plan.cut, count, program.mesh)

@@ -35,7 +35,6 @@ class Transfer(NamedTuple):
 
     @property
     def phase(self) -> str:
-        """Phase of the step that the value belongs to: "update" for an input of the step."""
         return info(self.node).phase or "update"
 
 

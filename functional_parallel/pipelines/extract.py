@@ -79,8 +79,6 @@ class Extractor:
         return Subprogram(program, tuple(taken), tuple(wanted))
 
     def closure(self, nodes: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
-        """Return the ops together with the ops that are repeated for them."""
-
         def repeated(node: fx.Node) -> list[fx.Node]:
             return [o for o in operands_of(node) if o.op == "call_function" and o not in given and self.inline(o)]
 

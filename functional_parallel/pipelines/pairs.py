@@ -140,7 +140,6 @@ def _with_input(part: Subprogram, name: fx.Node) -> Subprogram:
 
 
 def _name(value: fx.Node, part: fx.Node) -> fx.Node:
-    """Return a node of the step's graph that names a part in all programs."""
     with value.graph.inserting_after(value):
         name = value.graph.create_node("call_function", part.target, (), name=f"{value.name}_stored")
     set_info(name, info(part))

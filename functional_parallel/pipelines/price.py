@@ -83,7 +83,6 @@ class _Priced:
         return 0.0 if found is None else found.seconds
 
     def _ending(self) -> float:
-        """Return the seconds of the epilogue: all levels, once per update. Asynchronous pipelines update often."""
         levels = [max((price.seconds for price in level.values()), default=0.0) for level in self.epilogue]
         return self.program.updates * (sum(levels) + sum(self.exchanges))
 

@@ -48,13 +48,10 @@ class Stage:
         return {"F": self.sends_forward, "W": ()}.get(kind, self.sends_backward)
 
     def kept_after(self, kind: str) -> frozenset[fx.Node]:
-        """Return the values of a microbatch that are saved after an action of this kind."""
         return {"F": self.after_forward, "I": self.after_input}.get(kind, frozenset())
 
 
 class StageBuilder:
-    """Extracts the programs of every stage from the graph of a step. `stage` has the stage of each staged op."""
-
     def __init__(self, roles: OpRoles, stage: dict[fx.Node, int], extractor: Extractor, count: int, name: str) -> None:
         self.roles, self.extractor, self.count, self.name = roles, extractor, count, name
         self.stage = dict(stage)
@@ -85,7 +82,6 @@ class StageBuilder:
                 self.stage.setdefault(node, self.count - 1)
 
     def summed(self, index: int, kind: str) -> list[tuple[fx.Node, fx.Node]]:
-        """Return the sums over microbatches that a stage's work adds to, each with its summand."""
         found = zip(self.roles.totals, map(first_operand, self.roles.totals), strict=True)
         own = [(total, value) for total, value in found if value not in self.collected]
         return [(total, value) for total, value in own if self.stage.get(value) == index and self._kind(value) == kind]
@@ -156,7 +152,6 @@ class StageBuilder:
         return [node for node in self.members[index] if self._kind(node) == kind]
 
     def _residuals_beside(self, index: int, forward: list[fx.Node]) -> set[fx.Node]:
-        """Return values of the batch alone, like dropout masks, that forward and backward both read."""
         made = {n for n in self.extractor.closure(forward) if self.roles.of[n] is OpRole.LOCAL and n not in self.stage}
         taken = {
             operand

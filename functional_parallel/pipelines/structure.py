@@ -20,8 +20,6 @@ from .stages import Stage
 
 @dataclass(eq=False)
 class PipelineStructure(BaseProgram):
-    """Programs of a pipelined step with their schedule."""
-
     axis: str
     schedule: Schedule
     stages: list[Stage]
@@ -37,7 +35,6 @@ class PipelineStructure(BaseProgram):
         return updates_of(self.schedule)
 
     def stage_of(self, action: Action) -> Stage:
-        """Return the stage of the model that an action runs. Each chain runs a copy of the stages."""
         return self.stages[action.stage % self.schedule.depth]
 
     def microbatch_of(self, action: Action) -> int:
@@ -45,7 +42,6 @@ class PipelineStructure(BaseProgram):
         return action.stage // self.schedule.depth * self.schedule.microbatches_of_chain + action.microbatch
 
     def neighbour(self, action: Action) -> int | None:
-        """Return the stage that receives the values of an action; None without a receiver."""
         return receiving_stage(self.schedule, action)
 
     def message(self, action: Action) -> tuple[fx.Node, ...]:
@@ -60,7 +56,6 @@ class PipelineStructure(BaseProgram):
                 yield from ((node, "forward" if action.kind == "F" else "backward") for node in self.message(action))
 
     def awaited(self, action: Action) -> list[Action]:
-        """Return the actions of neighbouring stages that an action may wait for."""
         kinds = {"F": "F", "W": ""}.get(action.kind, "BI")
         other = self.schedule.before(action.stage) if kinds == "F" else self.schedule.after(action.stage)
         return [] if other is None else [Action(kind, other, action.microbatch) for kind in kinds]

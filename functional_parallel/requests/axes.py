@@ -24,8 +24,6 @@ class DataAxis(Request):
 
 @dataclass(frozen=True)
 class Microbatches(Request):
-    """Request to split the batch over an axis that no mesh has. The count may depend on the mesh."""
-
     axis: str
     count: int | Callable[[Mesh], int]
 
@@ -68,14 +66,7 @@ class ReplicaState(NamedTuple):
 
 @dataclass(frozen=True)
 class Replicas(Request):
-    """Request that ranks of an axis train apart. `LocalTrainStep` is then the step of one replica.
-
-    Attributes:
-        axis: the mesh axis.
-        inner: number of steps from one exchange to the next.
-        outer: optimizer of the difference that the steps made; None to take the mean of the replicas.
-        loss: the loss of one replica, which is not local over the axis.
-    """
+    """Request that ranks of an axis train apart. `LocalTrainStep` is then the step of one replica."""
 
     axis: str
     inner: int

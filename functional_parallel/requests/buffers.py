@@ -20,8 +20,6 @@ from .state_request import StateRequest
 
 
 class BufferState(NamedTuple):
-    """Optimizer state together with the buffers."""
-
     optimizer: PyTree
     buffers: PyTree
 

@@ -24,8 +24,6 @@ from .state_request import StateRequest, Update
 
 
 class LossScaleState(NamedTuple):
-    """State of a `LossScale`: replicated scalars."""
-
     scale: torch.Tensor  # () float64: powers of two, exact beyond float32's range
     patience: torch.Tensor  # () int64, overflows until the scale falls; 1 if the next one lowers it
     clean: torch.Tensor  # () int64, clean steps since the last overflow or the start
@@ -130,8 +128,6 @@ class LossScale:
 
 
 class ScaledState(NamedTuple):
-    """Optimizer state together with the loss scale's state. Both are saved, loaded and sharded as one tree."""
-
     optimizer: PyTree
     loss_scale: LossScaleState
 

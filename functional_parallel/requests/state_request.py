@@ -46,11 +46,9 @@ class StateRequest(Request):
     # --- parameters between steps, full ---
 
     def trained(self, params: PyTree) -> PyTree:
-        """Return the parameters that the optimizer updates, from the user's parameters."""
         return params
 
     def stored(self, params: PyTree) -> PyTree:
-        """Return the parameters that are stored, from those of `trained`."""
         return params
 
     def init(self, params: PyTree, layout: Layout) -> PyTree:
@@ -84,7 +82,6 @@ class StateRequest(Request):
         return params
 
     def updated(self, update: Update, leaves: PyTree) -> tuple[Update, PyTree]:
-        """Return the update to apply and the new leaves."""
         return update, leaves
 
     def metrics(self, norm: torch.Tensor | None, leaves: PyTree) -> dict[str, Any]:

@@ -46,8 +46,6 @@ class StoredType(StateRequest):
 
 
 class MasterState(NamedTuple):
-    """Optimizer state together with the masters of the parameters."""
-
     optimizer: PyTree
     masters: PyTree  # the tree of the parameters; 0 for a parameter that is stored in its own dtype
 

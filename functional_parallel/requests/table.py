@@ -68,7 +68,6 @@ REQUESTS: dict[type[Request] | type[ProgramPass], Order] = {  # a request of a p
 
 
 def require_order(requests: Sequence[Request]) -> None:
-    """Check the order of requests against the table. Requests that are not in it may be anywhere."""
     outermost: Request | None = None
     for each in requests:
         order, highest = _order_of(each), None if outermost is None else _order_of(outermost)

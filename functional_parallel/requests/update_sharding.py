@@ -31,5 +31,4 @@ class SummedApart(Request):
 
 
 def flat_update(layout: Layout) -> bool:
-    """Whether the update concatenates the parameters."""
     return any(each.flat for each in layout.all(UpdateSharding))

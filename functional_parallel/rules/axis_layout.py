@@ -64,11 +64,6 @@ PARTIAL = Partial()
 
 
 def shard_shape(shape: tuple[int, ...], place: AxisLayout, parts: DimSplit) -> tuple[int, ...]:
-    """Return the shape of one rank's shard.
-
-    >>> shard_shape((4, 6), Shard(1), DimSplit.of(2))
-    (4, 3)
-    """
     if not isinstance(place, Shard):
         return tuple(shape)
     return (*shape[: place.dim], parts.local(shape[place.dim]), *shape[place.dim + 1 :])

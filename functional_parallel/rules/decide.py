@@ -131,7 +131,6 @@ def find_factor(fit: Factors, place: AxisLayout, sizes: dict[str, int], parts: D
 
 
 def placed(fit: Factors, choice: SplitFactor, sizes: dict[str, int]) -> Shard | None:
-    """Return the layout of a tensor with these factors if the op is split by `choice`; None if it lacks the factor."""
     for dim, factors in enumerate(fit):
         if choice.factor in factors:
             before = math.prod(sizes[name] for name in factors[: factors.index(choice.factor)])

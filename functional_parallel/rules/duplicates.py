@@ -34,7 +34,6 @@ def mask_duplicates(x: torch.Tensor, place: AxisLayout, axis: str, parts: DimSpl
 
 
 def reduction_identity(dtype: torch.dtype, sign: int = 1) -> float:
-    """Return the identity of a maximum over `dtype`, or of a minimum if `sign` is -1."""
     if dtype == torch.bool:
         return sign < 0
     if dtype.is_floating_point or dtype.is_complex:

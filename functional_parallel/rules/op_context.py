@@ -74,7 +74,6 @@ class OpContext:
         return unique_mask(extent, place, self.axis, self.parts, device)
 
     def held_positions(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the local positions of positions along the sharded dim, and whether this rank holds each."""
         place = self.decision.operands[0]
         assert isinstance(place, Shard)
         extent = self.parts.local(self.operands[0].aval.shape[place.dim])

@@ -115,7 +115,6 @@ def lookup(op: Target) -> Rule | None:
 
 
 def is_elementwise(op: Target) -> bool:
-    """Whether each element of the result depends only on the operands' elements at the same position."""
     # This holds if torch tags the op as pointwise, or its rule names no dim.
     if torch.Tag.pointwise in getattr(op, "tags", ()):
         return True

@@ -34,7 +34,6 @@ def first_differing_op(
     exact: bool,
     rtol: float | None,
 ) -> str:
-    """Describe the first op whose value under a plan differs from its value in the plain function."""
     traced = prepare(traced_leaves(loss, args))
     ops = [node for node in traced.nodes if not isinstance(info(node).val, tuple) and not _is_uninitialised(node)]
 

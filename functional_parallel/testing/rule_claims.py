@@ -49,7 +49,6 @@ class Case:
 
 
 def cases_of(rule: RuleText | None, avals: Sequence[Aval], parts: DimSplit) -> list[Case]:
-    """Enumerate layouts of an op's operands on one axis, and the claims that they test."""
     found = [Case("a replicated op", "", "Correct the local function", (None,) * len(avals))]
     if rule is not None:
         found += _of_factors(rule, avals, parts)

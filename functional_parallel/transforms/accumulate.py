@@ -111,7 +111,6 @@ def names_microbatches(specs: SpecTree) -> bool:
 
 
 def _as_data_axes_cut(layout: Layout, inner: Resolved) -> tuple[SpecTree, ...] | None:
-    """Specs that cut the batch dims that data axes split; None if they split nothing."""
     data = {each.axis for each in layout.all(DataAxis)}
 
     def cut(spec: P) -> P:

@@ -98,7 +98,6 @@ def batch_arg_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None
 
 
 def batch_lies(batch: SpecTree, axis: str, default: str = "dim 0") -> str:
-    """Describe how the arguments after the parameters lie along an axis."""
     text = default if batch is None else as_code(batch)
     return f"{text} over {axis!r}" if text else ""
 

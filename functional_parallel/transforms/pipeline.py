@@ -137,7 +137,6 @@ class pipeline(Transform):
         return f"pipeline({self.axis!r}, {schedule if isinstance(schedule, str) else own!r}, {self.microbatches})"
 
     def schedule_for(self, ranks: int) -> Schedule:
-        """Return the schedule for a number of ranks, checked."""
         return _schedule(self, ranks)
 
     def apply(self, f: LocalFunction) -> LocalFunction:

@@ -116,5 +116,4 @@ def _refuse_varying(call: CollectiveCall) -> None:
 
 
 def source_of_cast(src: str, dst: str) -> str:
-    """Return the source state of a cast: the declared state, or the default for "auto"."""
     return ("varying" if dst == "unreduced" else "invariant") if src == "auto" else src

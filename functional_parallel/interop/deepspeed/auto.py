@@ -37,7 +37,6 @@ ARGUMENTS = sorted({name for rule in _RULES.values() for name in rule.arguments.
 
 
 def filled(given: Mapping[str, Any], arguments: Any, named: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return the values with every "auto" filled. Those that nothing fills are problems, as are mismatches."""
     known = _known(arguments, named)
     own_rate = given.get(f"{_OPTIMIZER}.lr", "auto")  # the warm-up of a file ends at the rate of the file
     beside = {} if own_rate == "auto" else {"learning_rate": own_rate}

@@ -93,7 +93,6 @@ def _parameters(kinds: Mapping[str, _Kind], block: str, given: Mapping[str, Any]
 
 
 def build_schedule(given: Mapping[str, Any]) -> Callable[[float], Schedule]:
-    """Return the function from the learning rate of the file to the rate or schedule of the optimizer."""
     if "scheduler.type" not in given:
         return lambda rate: rate
     kind, own = _parameters(SCHEDULERS, "scheduler", given)

@@ -35,8 +35,6 @@ def pipeline_memory(program: PipelineStructure) -> PipelineMemory:
 
 
 class SimulatedStorage:
-    """A storage without contents: its bytes, its kind (one of `PIPELINE_KINDS`), the op or input, the source line."""
-
     __slots__ = ("__weakref__", "kind", "size", "tally", "what", "where")
 
     def __init__(self, tally: _Tally, size: int, kind: str, what: str, where: str = "") -> None:

@@ -16,8 +16,6 @@ from .rank_executor import RankExecutor
 
 
 class Mailbox(Protocol):
-    """Interface for the messages of one rank."""
-
     def send(self, step: Send, values: list[Any]) -> None:
         """Send the values that an action made."""
 
@@ -92,7 +90,6 @@ class ScheduleRunner:
 def slices_of(
     program: PipelineStructure, inputs: dict[fx.Node, Any], chunks: Callable[[Any, int, int], list[Any]]
 ) -> list[dict[fx.Node, Any]]:
-    """Split the batch inputs into one slice per update of an asynchronous pipeline, by `chunks(value, count, dim)`."""
     found: list[dict[fx.Node, Any]] = [{} for _ in range(program.updates)]
     for node, dim in program.cut_dims.items():
         for part, chunk in zip(found, chunks(inputs[node], program.updates, dim), strict=False):

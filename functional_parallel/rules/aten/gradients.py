@@ -25,7 +25,6 @@ aten = torch.ops.aten
 
 
 def _with_buffer_text(node: fx.Node) -> str:
-    """Rule of `log_sigmoid_backward(gradient, x, buffer)`. The buffer is empty on some devices."""
     _, x, buffer = (info(operand).aval.shape for operand in tensor_operands(node))
     return "~..., ..., ... -> ..." if x == buffer else all_whole_text(node)
 

@@ -127,7 +127,6 @@ rule([aten.index_select.default], Rule(_index_select_text, _local_index_select))
 
 
 def _index_text(node: fx.Node) -> str:
-    """Rule of `x[:, i, j]`. Indexed dims are replicated, unless an index enumerates them. Other dims may be sharded."""
     names = _indexing_names(node)
     if names is None:
         return all_whole_text(node)
@@ -136,7 +135,6 @@ def _index_text(node: fx.Node) -> str:
 
 
 def _put_text(node: fx.Node) -> str:
-    """Rule of `index_put(x, indices, values)`. Dims not indexed, or enumerated by an index, may be sharded."""
     names = _indexing_names(node, "^")
     if names is None:
         return _replicated_text(node)

@@ -86,7 +86,6 @@ class PrecisionMode(TorchFunctionMode):
 
 
 def wide(leaf: PyTree) -> PyTree:
-    """Cast a floating tensor to float32 if its dtype is narrower."""
     return leaf.float() if is_floating(leaf) and leaf.dtype.itemsize < 4 else leaf
 
 
