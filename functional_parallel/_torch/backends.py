@@ -13,8 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .transforms import disable_functorch
 
-__all__ = ["compile_by_inductor", "fused_adamw_", "has_fused_adamw", "store_of_all_ranks", "timeout_of_all_ranks"]
-
 
 def has_fused_adamw(parameter: torch.Tensor, lr: torch.Tensor) -> bool:
     """Whether torch's fused AdamW kernel supports this parameter and rate. It reads a rate on a device as float32."""

@@ -10,9 +10,6 @@ import torch.utils.checkpoint
 
 from .threads import Replacement, of_thread, pushed
 
-__all__ = ["checkpointing"]
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

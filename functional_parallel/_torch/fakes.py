@@ -13,24 +13,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
 from .stand_in import FakeTensorMode
 from .threads import of_thread, pushed
-
-__all__ = [
-    "DATA_DEPENDENT_ERRORS",
-    "FakeTensor",
-    "StorageWeakRef",
-    "forget_fakes",
-    "forget_names",
-    "forgetting_shapes",
-    "is_all_true",
-    "reads_no_memory",
-    "unlogged_fakes",
-    "without_constant",
-]
-
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 

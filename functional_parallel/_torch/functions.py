@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["FunctionContext", "InDims", "VmapInfo", "running_functions"]
-
 InDims = tuple[int | None, ...]  # mapped dim of every operand; None for an operand that is not mapped
 
 

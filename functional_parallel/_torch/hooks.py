@@ -10,8 +10,6 @@ import torch
 from torch.nn.modules import module as of_modules
 from torch.optim import optimizer as of_optimizers
 
-__all__ = ["flags_of_parameter", "forward_hooks", "gradient_hooks", "has_step_hooks"]
-
 Hooks = dict[int, Callable[..., Any]]
 
 _FORWARD = {"forward pre-hook": "_forward_pre_hooks", "forward hook": "_forward_hooks"}

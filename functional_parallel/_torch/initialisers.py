@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["default_generator", "redrawing_initialiser"]
-
 
 def default_generator(device: torch.device) -> torch.Generator | None:
     """Return the generator that ops on a device use; None for other devices than CPU and CUDA."""

@@ -8,24 +8,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx.node import Argument, Target
 
-__all__ = [
-    "HigherOrderOp",
-    "Op",
-    "OpPacket",
-    "as_composed",
-    "decomposition_of",
-    "direct_call",
-    "functional_variant",
-    "grouped_mm",
-    "has_derivative",
-    "is_composite",
-    "norms",
-    "one_by_one",
-    "stride_free",
-    "under_transforms",
-]
-
-
 Op: TypeAlias = torch._ops.OpOverload[..., Any]
 OpPacket: TypeAlias = torch._ops.OpOverloadPacket[..., Any]
 HigherOrderOp = torch._ops.HigherOrderOperator

@@ -17,8 +17,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 
-__all__ = ["FakeTensorMode", "device_for_trace", "is_missing", "wished_device"]
-
 _wished: list[torch.device] = []  # the device of each index of the stand-in, from index 1
 _below = threading.local()  # `.mode` is true while this thread runs torch's code below a fake mode
 

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Replacement", "of_thread", "pushed"]
-
 T = TypeVar("T")
 
 

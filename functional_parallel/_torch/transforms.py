@@ -14,26 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .threads import Replacement, of_thread, pushed
 
-__all__ = [
-    "TorchDispatchMode",
-    "backward_node_number",
-    "counting_levels",
-    "differentiating_level",
-    "disable_functorch",
-    "disable_modes",
-    "disable_torch_function",
-    "dispatch_modes",
-    "fused_backwards",
-    "has_functorch_level",
-    "is_above_autograd",
-    "is_functorch_wrapped",
-    "is_inside_transform",
-    "mapped_dims",
-    "needs_higher_derivatives",
-    "next_node_number",
-    "unwrap",
-]
-
 
 @contextmanager
 def disable_functorch() -> Iterator[None]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["address", "lazy_clone"]
-
 
 def address(x: torch.Tensor) -> int:
     """Return the address of the first element, or 0 if the tensor has no memory. It does not count as a write."""

@@ -9,5 +9,5 @@ from .decide import OperandInfo, OpSharding, SplitFactor, choose_sharding, facto
 from .duplicates import mask_duplicates
 from .notation import RuleText, parse_rule
 from .op_context import OpContext
-from .registry import Rule, is_elementwise, lookup, register_rule, rule
+from .registry import Rule, lookup, register_rule, rule
 from .texts import ndim_of, whole_along

@@ -114,14 +114,4 @@ def lookup(op: Target) -> Rule | None:
     return entry
 
 
-def is_elementwise(op: Target) -> bool:
-    # This holds if torch tags the op as pointwise, or its rule names no dim.
-    if torch.Tag.pointwise in getattr(op, "tags", ()):
-        return True
-    entry = _rules.get(origin_of(op))
-    if entry is None or entry.local is not None:
-        return False
-    return entry.text is pointwise_text or (isinstance(entry.text, str) and not any(map(str.isalnum, entry.text)))
-
-
 _POINTWISE = Rule(pointwise_text)
