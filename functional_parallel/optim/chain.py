@@ -17,14 +17,7 @@ from torch import Tensor
 from ..functions import PyTree, explain_keywords
 from ..ir import scalar_beside
 from .hyperparameters import Decay, decay_rates, require
-from .optimizer import (
-    Optimizer,
-    Row,
-    Schedule,
-    learning_rate,
-    map_leaves,
-    zeros_like,
-)
+from .optimizer import Optimizer, Row, Schedule, learning_rate, map_leaves, zeros_like
 
 Constants = Callable[[PyTree], PyTree]
 

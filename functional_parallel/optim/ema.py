@@ -13,12 +13,7 @@ from sharding_specs import P
 from ..functions import PyTree, SpecTree
 from ..ir import is_trained, scalar_beside
 from ..quantities import is_number
-from .optimizer import (
-    EMAState,
-    Optimizer,
-    Schedule,
-    scheduled,
-)
+from .optimizer import EMAState, Optimizer, Schedule, scheduled
 
 
 def ema(optimizer: Optimizer, decay: Schedule = 0.999) -> Optimizer:

@@ -11,16 +11,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives import DimSplit
-from ..ir import (
-    Traced,
-    first_operand,
-    info,
-    operands_of,
-    primitive_name,
-    the_call,
-    topological_order,
-    update_info,
-)
+from ..ir import Traced, first_operand, info, operands_of, primitive_name, the_call, topological_order, update_info
 from ..passes import bounds_of_part, combine_op, microbatch_dim, names_axis, with_global_size
 from ..program import Program
 from .extract import Extractor
