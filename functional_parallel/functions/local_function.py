@@ -49,6 +49,7 @@ class Layout:
         resolvers: what the transforms contribute to the layouts of the arguments.
         lies: how parameters and other arguments lie as far as it is known without shapes, by transform.
         start: the layouts before the first resolver, from arguments and mesh.
+        order: position of the outermost transform in the legal order.
     """
 
     axes: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class Layout:
     resolvers: tuple[Resolver, ...] = ()
     lies: tuple[tuple[str, str], ...] = ()
     start: Callable[[tuple[PyTree, ...], Mesh], Resolved] = Resolved.of
+    order: int = 0
 
     def __repr__(self) -> str:
         axes = ", ".join(map(repr, self.axes)) or "no axis"

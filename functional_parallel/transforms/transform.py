@@ -10,13 +10,13 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..errors import OrderError
 from ..functions import LocalFunction, PyTree, as_local_function, require_function
 from ..ir import Source, current_source
-from ..requests import Order, require_order
+from ..requests import Order
 from .as_code import AsCode, as_code, call_as_code, from_code
 
 
@@ -60,9 +60,14 @@ class Transform(AsCode, ABC):
     def __call__(self, f: Callable[..., PyTree]) -> LocalFunction:
         if not isinstance(f, LocalFunction):
             require_function(f, self.name)
-        local = self.apply(as_local_function(f))
-        require_order(local.layout.requests)
-        return local
+        inner = as_local_function(f)
+        if self.order < inner.layout.order:
+            raise OrderError(
+                f"{self.name} ({self.order.words}) stands outside {' → '.join(inner.layout.describe)} "
+                f"({Order(inner.layout.order).words}), but belongs inside it: apply the transforms by fp.chain"
+            )
+        local = self.apply(inner)
+        return local.with_layout(replace(local.layout, order=self.order))
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
