@@ -56,7 +56,7 @@ from .errors import (
     UnboundAxisError,
     UnevenBatchError,
 )
-from .functions import functional, grad, grad_and_value, hessian, jvp, relayout, vmap
+from .functions import LocalFunction, functional, grad, grad_and_value, hessian, jvp, relayout, vmap
 from .interop import PreparedStep, deepspeed, prepare
 from .ir import abstract
 from .ops import constrain, outputs
@@ -70,6 +70,7 @@ from .training import Metrics, TrainState, train_step
 from .transforms import (
     LossScale,
     Plan,
+    Transform,
     accumulate,
     chain,
     data_parallel,
@@ -104,6 +105,7 @@ __all__ = [
     "LaunchError",
     "LayoutError",
     "Line",
+    "LocalFunction",
     "LossScale",
     "LossScaleError",
     "Metrics",
@@ -123,6 +125,7 @@ __all__ = [
     "Program",
     "Sampler",
     "TrainState",
+    "Transform",
     "TypingError",
     "UnboundAxisError",
     "UnevenBatchError",

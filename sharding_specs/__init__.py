@@ -9,6 +9,7 @@ from .memory import MemoryRow, bytes_per_rank, memory_table
 from .mesh import Mesh
 from .rules import RuleMatch, apply_rules, match_rules, optional
 from .spec import P, Placement, as_spec
+from .storage import register_storage
 from .trees import broadcast_specs, tree_paths
 from .validate import require_dims, validate
 
@@ -37,6 +38,7 @@ __all__ = [
     "padded_shape",
     "rank_boxes",
     "register_dataclasses",
+    "register_storage",
     "require_dims",
     "reshard",
     "shard",

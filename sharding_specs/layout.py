@@ -141,8 +141,7 @@ def unshard(trees: Sequence[T], specs: SpecTree, mesh: Mesh, *, shapes: Tree = N
     full = optree.tree_leaves(broadcast_specs(specs, trees[0]))
     columns = [optree.tree_leaves(tree) for tree in trees]
     paths, structure = tree_paths(trees[0]), optree.tree_structure(trees[0])
-    is_shape = lambda x: isinstance(x, (torch.Size, torch.Tensor)) or _is_shape(x)  # noqa: E731
-    wanted = optree.tree_leaves(shapes, is_leaf=is_shape) if shapes is not None else [None] * len(paths)
+    wanted = optree.tree_leaves(shapes, is_leaf=_is_shape) if shapes is not None else [None] * len(paths)
     results, differing = [], []
     for index, (path, spec) in enumerate(zip(paths, full, strict=True)):
         parts = [column[index] for column in columns]
@@ -222,8 +221,8 @@ def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = F
         else:
             x = x.unflatten(dim, (outer, size, -1)).select(dim + 1, coordinates[axis]).flatten(dim, dim + 1)
     if any(coordinates[axis] for axis in spec.unreduced):  # partial sums: one rank has the value
-        return torch.zeros_like(x)
-    return x
+        x = torch.zeros_like(x)
+    return spec.store(x)
 
 
 def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Tensor:
@@ -241,9 +240,9 @@ def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Te
         SpecError: when the spec has more dims than the tensors.
     """
     require_dims(parts[0], spec)
-    values = dict(enumerate(parts))
+    values = {rank: spec.fetch(part) for rank, part in enumerate(parts)}
     if spec.owner:
-        values = {rank: parts[mesh.rank({**mesh.coordinates(rank), **spec.owner})] for rank in mesh.ranks}
+        values = {rank: values[mesh.rank({**mesh.coordinates(rank), **spec.owner})] for rank in mesh.ranks}
     for axis in sorted(spec.unreduced):
         for group in mesh.groups(axis):
             total = values[group[0]]
@@ -277,10 +276,8 @@ def _joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
 
 
 def _filled(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    if x.shape[dim] == length:
-        return x
-    shape = [*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]]
-    return torch.cat([x, x.new_zeros(shape)], dim)
+    missing = length - x.shape[dim]
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
 
 def _is_shape(x: Tree) -> bool:

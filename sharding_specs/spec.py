@@ -11,9 +11,12 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from .errors import SpecError
 from .mesh import Mesh
 from .notation import parse_dims
+from .storage import storages_of
 
 Factor = str | int
 Dim: TypeAlias = str | tuple[Factor, ...] | list[Factor] | None
@@ -45,12 +48,14 @@ class P:
         owner: axes along which one rank holds the tensor, with the index of that rank. The other ranks hold nothing.
         padded: size of each sharded dim that its axes may not divide. Each axis, outermost first, splits a block into
             equal parts, and pads the last ones with zeros. For storage layouts, as `P("data", padded={0: 5})`.
+        storage: how a rank keeps its shard at rest, by field and word, as in `P("data", memory="host")`. They are those
+            of `register_storage`.
 
     Raises:
-        SpecError: when an axis is used twice, or a padded dim is not sharded.
+        SpecError: when an axis is used twice, a padded dim is not sharded, or a storage is not registered.
     """
 
-    __slots__ = ("_dims", "named", "owner", "padded", "reduced", "unreduced")
+    __slots__ = ("_dims", "named", "owner", "padded", "reduced", "storage", "unreduced")
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class P:
         reduced: Iterable[str] = (),
         owner: Mapping[str, int] | None = None,
         padded: Mapping[int, int] | None = None,
+        **storage: str,
     ) -> None:
         self._dims = _trimmed(tuple(_factors(dim) for dim in dims))
         self.named = len(dims)  # a tensor must have at least this number of dims; trailing dims may be unsharded
@@ -66,6 +72,7 @@ class P:
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
         self.owner = dict(sorted(owner.items())) if owner else {}
         self.padded = dict(sorted(padded.items())) if padded else {}
+        self.storage = dict(sorted(storage.items()))
         used = [*self._axes(), *self.unreduced, *self.reduced, *self.owner]
         if len(set(used)) < len(used):
             twice = min(axis for axis in used if used.count(axis) > 1)
@@ -73,6 +80,8 @@ class P:
         for dim in self.padded:
             if dim >= len(self._dims) or not self._dims[dim] or any(isinstance(f, int) for f in self._dims[dim]):
                 raise SpecError(f"{self!r} pads dim {dim}, which no axis splits, or only an inner factor of it")
+        if storage:
+            storages_of(self.storage, self)  # raises if one is not registered
 
     @classmethod
     def parse(cls, text: str, **sizes: int) -> P:
@@ -96,16 +105,8 @@ class P:
         return cls(*dims)
 
     @classmethod
-    def from_placements(
-        cls,
-        placements: Iterable[Placement],
-        mesh: Mesh,
-        unreduced: Iterable[str] = (),
-        reduced: Iterable[str] = (),
-        owner: Mapping[str, int] | None = None,
-        padded: Mapping[int, int] | None = None,
-    ) -> P:
-        """Return the spec with these placements on a mesh.
+    def from_placements(cls, placements: Iterable[Placement], mesh: Mesh, **fields: Any) -> P:
+        """Return the spec with these placements on a mesh. Its other fields are the keyword arguments of `P`.
 
         >>> mesh = Mesh(data=2, tensor=2)
         >>> P.from_placements(P(("data", "tensor"), None).placements(mesh), mesh)
@@ -122,7 +123,7 @@ class P:
                 dims[dim].append(gap)
             dims[dim].append(axis)
             reached[dim] = outer * mesh.axis_size(axis)
-        return cls(*map(tuple, dims), unreduced=unreduced, reduced=reduced, owner=owner, padded=padded)
+        return cls(*map(tuple, dims), **fields)
 
     # --- reading ---
 
@@ -178,27 +179,31 @@ class P:
 
     # --- deriving ---
 
-    def replace(
-        self,
-        dims: Iterable[Dim] | None = None,
-        *,
-        unreduced: Iterable[str] | None = None,
-        reduced: Iterable[str] | None = None,
-        owner: Mapping[str, int] | None = None,
-        padded: Mapping[int, int] | None = None,
-    ) -> P:
-        """Return the spec with some fields replaced. They have the forms of the arguments of `P`.
+    def replace(self, dims: Iterable[Dim] | None = None, **fields: Any) -> P:
+        """Return the spec with some fields replaced. They have the names and forms of the attributes.
 
         >>> P("data", unreduced={"pipe"}).replace([None, "tensor"])
         P(None, 'tensor', unreduced={'pipe'})
         """
-        return P(
-            *(self._dims if dims is None else dims),
-            unreduced=self.unreduced if unreduced is None else unreduced,
-            reduced=self.reduced if reduced is None else reduced,
-            owner=self.owner if owner is None else owner,
-            padded=self.padded if padded is None else padded,
-        )
+        storage, names = fields.pop("storage", self.storage), ("unreduced", "reduced", "owner", "padded")
+        kept = {name: getattr(self, name) for name in names}
+        return P(*(self._dims if dims is None else dims), **{**kept, **fields}, **storage)
+
+    def in_compute(self) -> P:
+        """Return the spec of the fetched shards, without storage."""
+        return self.replace(storage={}) if self.storage else self
+
+    def store(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a shard as a rank keeps it at rest."""
+        for each in storages_of(self.storage, self):
+            x = each.store(x)
+        return x
+
+    def fetch(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the shard that a rank keeps at rest. The inverse of `store`."""
+        for each in reversed(storages_of(self.storage, self)):
+            x = each.fetch(x)
+        return x
 
     def only(self, axes: Iterable[str]) -> P:
         """Return the spec restricted to `axes`. Other axes are removed from their dims; numbers stay."""
@@ -234,16 +239,17 @@ class P:
         held = self.placements(mesh)
         blocks = {placement.dim: placement.outer * mesh.axis_size(placement.axis) for placement in held}
         inside = [p._replace(outer=p.outer * blocks.get(p.dim, 1)) for p in further.placements(mesh)]
-        padded = {**self.padded, **further.padded}
-        return P.from_placements([*held, *inside], mesh, self.unreduced, self.reduced, self.owner, padded)
+        dims = P.from_placements([*held, *inside], mesh).dims
+        padded, storage = {**self.padded, **further.padded}, {**self.storage, **further.storage}
+        return self.replace(dims, padded=padded, storage=storage)
 
     def without(self, axes: Iterable[str]) -> P:
         """Return the spec without `axes`."""
         return self.only(self.named_axes - set(axes))
 
     def dual(self) -> P:
-        """Return the spec of the gradient: `unreduced` and `reduced` are swapped."""
-        return self.replace(unreduced=self.reduced, reduced=self.unreduced)
+        """Return the spec of the gradient: `unreduced` and `reduced` are swapped, and it is not stored."""
+        return self.replace(unreduced=self.reduced, reduced=self.unreduced, storage={})
 
     # --- as a value ---
 
@@ -254,7 +260,8 @@ class P:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        return (self._dims, self.unreduced, self.reduced, tuple(self.owner.items()), tuple(self.padded.items()))
+        owner, padded, storage = tuple(self.owner.items()), tuple(self.padded.items()), tuple(self.storage.items())
+        return self._dims, self.unreduced, self.reduced, owner, padded, storage
 
     def as_written(self) -> str:
         """Return the spec as text, including trailing unsharded dims.
@@ -274,6 +281,7 @@ class P:
             if axes := sorted(getattr(self, name)):  # sorted: the order of a set differs between processes
                 parts.append(f"{name}={{{', '.join(map(repr, axes))}}}")
         parts += [f"{name}={held}" for name in ("owner", "padded") if (held := getattr(self, name))]
+        parts += [f"{field}={word!r}" for field, word in self.storage.items()]
         return f"P({', '.join(parts)})"
 
     def __str__(self) -> str:

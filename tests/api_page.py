@@ -61,6 +61,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Transforms": (
         "chain",
         "Plan",
+        "Transform",
+        "LocalFunction",
         "data_parallel",
         "zero",
         "tensor_parallel",

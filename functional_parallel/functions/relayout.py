@@ -11,6 +11,8 @@ dim with stay. The others are moved, added and removed, in this order, so that s
 | partial sums to replicated | `psum` |
 | replicated to `reduced` | `pcast` |
 | owner to replicated | `broadcast` |
+
+A stored shard is fetched before these changes, and stored after them.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def relayout(x: PyTree, held: SpecTree, wanted: SpecTree) -> PyTree:
 
 def relayout_leaf(x: T, held: P, wanted: P) -> T | torch.Tensor:
     """Convert a rank's shard from one layout to another. Other values than tensors stay."""
-    return _Relayout(x, held, wanted).result() if isinstance(x, torch.Tensor) and held != wanted else x
+    if not isinstance(x, torch.Tensor) or held == wanted:
+        return x
+    return wanted.store(_Relayout(held.fetch(x), held, wanted).result())
 
 
 class _Relayout:

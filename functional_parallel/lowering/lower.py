@@ -181,12 +181,11 @@ def _trace_step(
     virtual = None if pipeline is None else pipeline.virtual
     settings = Settings(wide, splits, virtual, requested_passes(layout), options)
     flat = _Flat(local, resolved, args, out_specs, name)
-    roles = RoleFinder()
-    traced, types, assumptions = _traced(flat, mesh, settings, layout, roles)
+    traced, types, assumptions = _traced(flat, mesh, settings, layout)
     why = valueless(traced)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
     _mark_inputs(traced, flat, paths, options.donate)
-    roles.record(traced)
+    flat.roles.record(traced)
     keep_phases(traced)
     shapes = optree.tree_map(hollow, args)
     program = Program(
@@ -220,7 +219,7 @@ class _Flat:
     def __init__(
         self, f: LocalFunction, resolved: Resolved, args: tuple[PyTree, ...], out_specs: SpecTree, name: str
     ) -> None:
-        self._f, self._resolved, self._name = f, resolved, name
+        self._f, self._resolved, self._name, self.roles = f, resolved, name, RoleFinder()
         self._out_specs = P() if out_specs is UNCHECKED else out_specs
         self._leaves, self._tree = optree.tree_flatten(args)
         self._chosen = [index for index, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
@@ -230,7 +229,8 @@ class _Flat:
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         record_input_specs(self.in_specs)
-        result, specs = self._f.run(self._resolved, *filled(self._leaves, self._chosen, values, self._tree))
+        inputs = [self.roles.moved(spec.fetch, value) for value, spec in zip(values, self.in_specs, strict=True)]
+        result, specs = self._f.run(self._resolved, *filled(self._leaves, self._chosen, inputs, self._tree))
         check_static_leaves(result, f"{self._name}, results")
         specs = specs if self._out_specs is None else self._out_specs
         leaves, self.out_tree = optree.tree_flatten(result)
@@ -240,16 +240,16 @@ class _Flat:
         require_dims(result, full, f"the results of {self._name} (out_specs)")
         self.out_specs = _of(kept, optree.tree_leaves(full))
         self.out_paths = _of(kept, tree_paths(result))
-        return _of(kept, leaves)
+        held = {(id(x), spec): value for x, spec, value in zip(inputs, self.in_specs, values, strict=True)}
+        outputs = zip(_of(kept, leaves), self.out_specs, strict=True)
+        return [held[id(x), spec] if (id(x), spec) in held else self.roles.moved(spec.store, x) for x, spec in outputs]
 
 
 def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
     return [values[index] for index in chosen]
 
 
-def _traced(
-    flat: _Flat, mesh: Mesh, settings: Settings, layout: Layout, roles: RoleFinder
-) -> tuple[Traced, list[Type], list[Assumption]]:
+def _traced(flat: _Flat, mesh: Mesh, settings: Settings, layout: Layout) -> tuple[Traced, list[Type], list[Assumption]]:
     wide, splits = settings.mesh, settings.splits
 
     def checked(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -266,7 +266,7 @@ def _traced(
         collect_assumptions() as assumptions,
     ):
         assume(autocast_dtypes)
-        traced = trace(checked, avals, types=types, on_node=Typing(wide.shape, roles), paths=flat.in_paths)
+        traced = trace(checked, avals, types=types, on_node=Typing(wide.shape, flat.roles), paths=flat.in_paths)
     warn_of_equal_copies(traced, wide.shape)
     return traced, [type_of(output) for output in traced.outputs], assumptions
 

@@ -37,10 +37,10 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
             axis of the mesh with several ranks that no transform of the plan splits.
     """
     spec = as_spec(spec)
-    if spec.named_axes != spec.axes or spec.padded:
+    if spec.named_axes != spec.axes or spec.padded or spec.storage:
         raise SpecError(
             f"{current_source() or 'a call'}: constrain to {spec!r}: a constraint names the axes of dims; unreduced=, "
-            "reduced=, owner= and padded= have no effect there. The plan decides when partial sums are added"
+            "reduced=, owner=, padded= and a storage have no effect there. The plan decides when partial sums are added"
         )
     _note(spec)
     pending = {axis: mesh_axis_size(axis) for axis in hidden_axes() if axis in spec.axes}

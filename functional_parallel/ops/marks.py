@@ -27,15 +27,19 @@ class _Context(Protocol):
     parameters: int
 
 
-def define_marker(schema: str, again: Callable[..., Tensor], *, names_dims: bool) -> Marker:
+def _copy(x: Tensor, *_: _Parameter) -> Tensor:
+    return x.clone()
+
+
+def define_marker(
+    schema: str, again: Callable[..., Tensor], *, names_dims: bool, kernel: Callable[..., Tensor] = _copy
+) -> Marker:
     """Define the library op of a marker with the schema "name(Tensor x, …)", and the Function that applies it.
 
     A rerun of a graph calls `again` on the op's arguments. If other arguments are dims of the value (`names_dims`),
-    vmap moves the mapped dim to the last position.
+    vmap moves the mapped dim to the last position. `kernel` returns a copy of the value, in any memory.
     """
-    op: Callable[..., Tensor] = define_op(
-        f"{schema} -> Tensor", lambda x, *_: x.clone(), lambda x, *_: torch.empty_like(x), again
-    )
+    op: Callable[..., Tensor] = define_op(f"{schema} -> Tensor", kernel, lambda x, *_: torch.empty_like(x), again)
 
     class Defined(torch.autograd.Function):
         @staticmethod

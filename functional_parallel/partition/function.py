@@ -329,8 +329,8 @@ def _with_place(spec: P, place: AxisLayout, axis: str, mesh: Mesh, padded: Mappi
         if other.outer // reached <= place.outer:  # outside this split: its ranks are a factor before it
             size = mesh.axis_size(other.axis)
             outer, reached = outer * size, reached * size
-    places, padded = [*held, Placement(axis, place.dim, outer)], {**spec.padded, **(padded or {})}
-    return P.from_placements(places, mesh, spec.unreduced, spec.reduced, spec.owner, padded)
+    dims = P.from_placements([*held, Placement(axis, place.dim, outer)], mesh).dims
+    return spec.replace(dims, padded={**spec.padded, **(padded or {})})
 
 
 def _merged(inner: P, own: P, axis: str, axes: Sequence[str], mesh: Mesh) -> P:
@@ -338,6 +338,8 @@ def _merged(inner: P, own: P, axis: str, axes: Sequence[str], mesh: Mesh) -> P:
 
     `own` is used if it names all axes of the inner spec. Otherwise `axis` is added to the inner spec.
     """
+    storage = {**inner.storage, **own.storage}
+    inner, own = inner.replace(storage=storage), own.replace(storage=storage)
     if axis in own.reduced:
         return inner.replace(reduced=inner.reduced | {axis})
     if axis not in own.axes:

@@ -78,7 +78,7 @@ class Placement:
         found = [node for node in traced.nodes if (call := _gather(node)) and axis in call.axes]
         self.gathers = sorted((self._uses(gather)[0], gather) for gather in found)  # by position of the first use
         self.moved = {gather: self._with_views(gather) for gather in found}  # and what moves along
-        self.is_moved = {node for before, after in self.moved.values() for node in (*before, *after)}
+        self.is_moved = {node for steps in self.moved.values() for step in steps for node in step}
         self.released = self._released()
 
     def place(self) -> None:
@@ -95,7 +95,7 @@ class Placement:
                 starts = self._starts(gathers, ahead, group[0][0])
             else:
                 starts = [self._start(gather, use) for use, gather in group]
-            for step in (0, 1):  # all gathers before all views, so that the gathers can be merged
+            for step in (0, 1, 2):  # the gathers next to each other, so that they can be merged
                 for gather, start in zip(gathers, starts, strict=True):
                     for node in self.moved[gather][step]:
                         self.ordered[start].prepend(node)
@@ -143,18 +143,18 @@ class Placement:
 
     def _next_gather(self, gather: fx.Node) -> int:
         """Return the position of the first gather over another axis that reads a gather's result."""
-        users = [user for node in (gather, *self.moved[gather][1]) for user in node.users]
+        users = [user for node in (gather, *self.moved[gather][2]) for user in node.users]
         return min((self.position[user] for user in users if _gather(user)), default=len(self.ordered) - 1)
 
-    def _with_views(self, gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Return a gather with the values before it that only it reads, and views and casts of its result, in order."""
+    def _with_views(self, gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """Return the values before a gather that only it reads, the gather, and views and casts of its result."""
         before = [gather]
         while (value := first_operand(before[0])).op == "call_function" and len(value.users) == 1:
             before.insert(0, value)
         after = [gather]
         for node in after:
             after += [user for user in node.users if _is_view(user)]
-        return before, sorted(after[1:], key=self.position.__getitem__)
+        return before[:-1], [gather], sorted(after[1:], key=self.position.__getitem__)
 
 
 def _recipe(gather: fx.Node) -> Hashable:

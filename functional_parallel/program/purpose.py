@@ -5,6 +5,8 @@ Roles are found in the recorded step, from its inputs, its results and the forwa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -27,10 +29,21 @@ class RoleFinder:
 
     def __init__(self) -> None:
         self._found: dict[fx.Node, Known] = {}  # of any input
+        self._moved: set[fx.Node] = set()
+        self._is_moving = False
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Call a function, whose ops return their operand in another place or form."""
+        self._is_moving = True
+        result = move(x)
+        self._is_moving = False
+        return result
 
     def __call__(self, node: fx.Node) -> None:
+        if self._is_moving:
+            self._moved.add(node)
         is_sum = node.target is aten.add.Tensor and info(node).backward  # of the gradients of two uses
-        if not (_moves(node) or is_sum or node.target in _JOINS):
+        if not (self._moves(node) or is_sum or node.target in _JOINS):
             return
         if (forward := info(node).forward_node) in self._found:
             self._found[node] = Role.GRADIENT, self._found[forward][1]
@@ -49,28 +62,27 @@ class RoleFinder:
         nodes = [node for node in traced.graph.nodes if node.op in ("placeholder", "call_function")]
         known = {node: known for node in nodes if (known := self._known(node)) is not None}
         found = {node: each for node, each in known.items() if all(info(of).is_parameter for of in each[1])}
-        _find_new_values(traced, found)
+        self._find_new_values(traced, found)
         paths = {node: tuple(info(of).param_path or "the parameter" for of in each[1]) for node, each in found.items()}
         uses = _uses(traced, paths)
         for node, (role, _) in found.items():
             if node.op == "call_function":
                 update_info(node, role=role, parameters=paths[node], used_at=uses.get(paths[node][0]))
 
+    def _moves(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or not operands_of(node):
+            return False
+        is_known = primitive_name(node) is not None or node.target in _MOVES or node in self._moved
+        return is_known or view_base(node) is not None
 
-def _moves(node: fx.Node) -> bool:
-    if node.op != "call_function" or not operands_of(node):
-        return False
-    return primitive_name(node) is not None or node.target in _MOVES or view_base(node) is not None
-
-
-def _find_new_values(traced: Traced, found: dict[fx.Node, Known]) -> None:
-    gradients = {node for node, (role, _) in found.items() if role is Role.GRADIENT}  # a function may return them
-    for node in traced.inputs:
-        index = info(node).updated_output
-        value = traced.outputs[index] if index is not None and node in found else None
-        while isinstance(value, fx.Node) and _moves(value) and value not in gradients:
-            found[value] = Role.NEW_PARAMETER, found[node][1]
-            value = first_operand(value)
+    def _find_new_values(self, traced: Traced, found: dict[fx.Node, Known]) -> None:
+        gradients = {node for node, (role, _) in found.items() if role is Role.GRADIENT}  # a function may return them
+        for node in traced.inputs:
+            index = info(node).updated_output
+            value = traced.outputs[index] if index is not None and node in found else None
+            while isinstance(value, fx.Node) and self._moves(value) and value not in gradients:
+                found[value] = Role.NEW_PARAMETER, found[node][1]
+                value = first_operand(value)
 
 
 def _uses(traced: Traced, paths: dict[fx.Node, tuple[str, ...]]) -> dict[str, Source]:

@@ -53,7 +53,7 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
         return unshard_leaf([handle[self.classes.index(rank, axes)] for rank in self.mesh.ranks], spec, self.mesh)
 
     def shard_of(self, handle: SimulatedValue, spec: P, rank: int) -> torch.Tensor:
-        return handle[self.classes.index(rank, self.classes.of_spec(spec))]
+        return spec.fetch(handle[self.classes.index(rank, self.classes.of_spec(spec))])
 
     def assemble(self, spec: P, where: Where, shard: Callable[[int], torch.Tensor]) -> SimulatedValue:
         ranks = self.classes.representatives(self.classes.of_spec(spec))

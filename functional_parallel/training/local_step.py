@@ -73,7 +73,8 @@ class LocalTrainStep:
 
     def on(self, places: StepLayout, state_specs: SpecTree) -> LocalFunction:
         """Return the step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics)."""
-        step = _StepOnShards(self, places, state_specs, state_requests(self.f.layout))
+        inside = optree.tree_map(P.in_compute, state_specs)
+        step = _StepOnShards(self, places.in_compute(), inside, state_requests(self.f.layout))
 
         def call(resolved: Resolved, held: tuple[PyTree, PyTree], batch: PyTree, key: Any) -> tuple[PyTree, SpecTree]:
             new, metrics, specs = step(resolved.inside, *held, batch, key)

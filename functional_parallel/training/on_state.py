@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import SpecError, tree_paths
+from sharding_specs import P, SpecError, tree_paths
 
 from ..functions import LocalFunction, PyTree, Resolved, SpecTree, as_local_function, relayout_leaf
 from ..ir import leaf_signature, with_short_tracebacks
@@ -87,10 +87,10 @@ class StateFunction:
         return (self.train.average(self.train.split(state)[0]) if self.ema else params, *more)
 
     def _trace(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        held, places = self.train.shapes(form, state), form.places
+        held, places = self.train.shapes(form, state), form.places.in_compute()
         params, *more = self._taken(form, optree.tree_leaves(held))
         resolved = self.f.resolve((places.as_given(held[0]), *more, *batch), self.train.mesh)
-        compute = self._compute_specs(resolved, held[0], form)
+        compute = optree.tree_map(P.in_compute, self._compute_specs(resolved, held[0], form))
         specs = resolved.arguments[1 + len(more) :]
         args = (params, *more, *self.batches.whole(batch, specs))
         kept, *_ = self._taken(form, list(form.specs))

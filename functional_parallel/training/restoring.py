@@ -192,6 +192,9 @@ class _Restore:
         self.source.fill(items, self.shards)
         for name, leaves in self.made.items():
             self._make(name, leaves)
+        for index in read:
+            if self.form.specs[index].storage:
+                handles[index] = self._handle(index, numbers, True)
         whose = f", of the state that call {self.runtime.calls} restored"
         return TrainState(self.source.step, tuple(handles), self.form, whose)
 
@@ -371,6 +374,8 @@ class _Restore:
         where, mesh = self.where[index], self.manager.mesh
 
         def shard(rank: int) -> torch.Tensor:
+            if (index, rank) in self.shards:  # filled
+                return spec.store(self.shards[index, rank])
             coordinates = mesh.coordinates(rank)
             size = local_shape(leaf.shape, spec, mesh)
             if not all(coordinates[axis] in indices for axis, indices in where):

@@ -75,9 +75,12 @@ class local_sgd(Transform):
             )
 
     def apply(self, f: LocalFunction) -> LocalFunction:
+        return self._applied(f, None)
+
+    def _applied(self, f: LocalFunction, outer: Optimizer | None) -> LocalFunction:
         lies = (f"a replica for each rank of {self.axis!r}", batch_lies(self.batch, self.axis))
         local = Partitioning(self.name, self.axis, self.in_specs, strict=self.strict, lies=lies).apply(f)
-        return local.requesting(Replicas(self.axis, int(self.inner), getattr(self, "outer", None), f))
+        return local.requesting(Replicas(self.axis, int(self.inner), outer, f))
 
     def in_specs(self, inner: Resolved) -> tuple[SpecTree, ...]:
         own = tuple(batch_arg_specs(inner.args, self.batch, P(self.axis)))
@@ -129,6 +132,9 @@ class diloco(local_sgd):
                 "so it is an elementwise one of fp.optim, such as fp.optim.sgd(0.7, momentum=0.9, nesterov=True)"
             )
         super().__post_init__()
+
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        return self._applied(f, self.outer)
 
 
 def _outermost(axis: str, own: P, inner: P) -> P:

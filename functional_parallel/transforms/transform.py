@@ -22,16 +22,17 @@ from .as_code import AsCode, as_code, call_as_code, from_code
 
 @dataclass(frozen=True)
 class Transform(AsCode, ABC):
-    """One transform: a frozen dataclass whose fields are its arguments.
+    """Base class of transforms: frozen dataclasses whose fields are their arguments.
 
-    It prints as the call that makes it, and compares and hashes by its arguments.
+    A transform prints as the call that makes it, and compares and hashes by its arguments. A class has the method
+    `apply` and, unless it changes the function on full values, the `order` of its position in a chain.
 
     >>> import functional_parallel as fp
     >>> fp.zero(3, "data", prefetch=2)
     fp.zero(3, 'data', prefetch=2)
     """
 
-    order: ClassVar[Order]
+    order: ClassVar[Order] = Order.PRECISION
     shown: ClassVar[tuple[str, ...] | None] = None  # arguments in the short text for messages, by default all
     source: ClassVar[Source | None]  # of an object: the line that makes it
 

@@ -15,6 +15,8 @@ from functional_parallel.runtime import SimulatedRuntime
 from functional_parallel.testing import strategies
 from sharding_specs import Mesh, P, SpecError, padded_shape, shard_leaf
 
+from ..storages import STORAGES
+
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[Mesh, P, P, tuple[int, ...]]:
@@ -29,7 +31,8 @@ def pairs(draw: st.DrawFn) -> tuple[Mesh, P, P, tuple[int, ...]]:
                 for factor in factors:  # even, also where the other layout has numbers
                     sizes[dim] *= mesh.axis_size(factor) if isinstance(factor, str) else factor
     shape = tuple(size * draw(st.integers(1, 3)) for size in sizes)
-    return mesh, held.fitted(shape, mesh), wanted.fitted(shape, mesh), shape
+    held, wanted = (spec.fitted(shape, mesh).replace(storage=draw(STORAGES)) for spec in (held, wanted))
+    return mesh, held, wanted, shape
 
 
 def fits(spec: P, shape: tuple[int, ...], mesh: Mesh) -> bool:
@@ -44,7 +47,7 @@ def lowered(mesh: Mesh, held: P, wanted: P, x: torch.Tensor) -> Any:
     def f(x: torch.Tensor) -> torch.Tensor:
         return fp.relayout(x, held, wanted)
 
-    return lower(f, mesh, (x,), ((held,), wanted), name="relayout").program
+    return lower(f, mesh, (x,), ((held.in_compute(),), wanted.in_compute()), name="relayout").program
 
 
 @settings(max_examples=80, deadline=None)
@@ -59,13 +62,14 @@ def test_each_rank_gets_its_shard(case: tuple[Mesh, P, P, tuple[int, ...]]) -> N
         right = shard_leaf(x, wanted, mesh, rank, pad=True)
         assert found[rank].shape == right.shape
         assert torch.equal(found[rank], right)
+        assert torch.equal(wanted.fetch(right), shard_leaf(x, wanted.in_compute(), mesh, rank, pad=True))
 
 
 @settings(max_examples=20, deadline=None)
 @given(pairs())
 def test_the_way_back_is_the_inverse_and_derivatives_pass(case: tuple[Mesh, P, P, tuple[int, ...]]) -> None:
     mesh, held, wanted, shape = case
-    held, wanted = held.replace(unreduced=()), wanted.replace(reduced=())
+    held, wanted = held.replace(unreduced=()).in_compute(), wanted.replace(reduced=())
     assume(fits(held, shape, mesh) and fits(wanted, shape, mesh) and not held.padded and not wanted.padded)
 
     def there_and_back(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from functional_parallel.testing.strategies import meshes, specs
 from sharding_specs import Mesh, P, Placement, SpecError, as_spec
 
+from ..storages import STORAGES
+
 MESH = Mesh(data=2, tensor=4)
 
 
@@ -24,7 +26,7 @@ def test_the_string_form_reads_back(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_the_python_form_reads_back(data: st.DataObject) -> None:
-    spec = data.draw(specs(data.draw(meshes()), 3, partial=True))
+    spec = data.draw(specs(data.draw(meshes()), 3, partial=True)).replace(storage=data.draw(STORAGES))
     assert eval(repr(spec)) == spec
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert hash(eval(repr(spec))) == hash(spec)
@@ -42,14 +44,27 @@ def test_placements_determine_the_spec(data: st.DataObject) -> None:
 @given(st.data())
 def test_a_spec_is_what_it_says_of_some_axes_and_of_the_rest(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
-    spec = data.draw(specs(mesh, 2, partial=True))
+    spec = data.draw(specs(mesh, 2, partial=True)).replace(storage=data.draw(STORAGES))
     some = set(data.draw(st.permutations(mesh.axis_names))[:2])
     kept, dropped = spec.only(some), spec.without(some)
     assert kept.axes | dropped.axes == spec.axes and not kept.axes & dropped.axes
     assert kept.unreduced == spec.unreduced & some
     assert dropped.unreduced == spec.unreduced - some
     assert spec.without(()) == spec and spec.only(mesh.axis_names) == spec
-    assert spec.dual().dual() == spec and spec.dual().reduced == spec.unreduced
+    assert spec.dual().dual() == spec.in_compute() and spec.dual().reduced == spec.unreduced
+    assert kept.storage == dropped.storage == spec.storage and spec.in_compute().storage == {}
+    further = P().replace(storage=data.draw(STORAGES))
+    assert spec.divided(further, mesh).storage == {**spec.storage, **further.storage}
+
+
+def test_a_storage_that_nobody_registered_is_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"P\('data', memory='gone'\): no storage is registered as memory='gone'"
+    ) as refused:
+        P("data", memory="gone")
+    assert "memory='double'" in str(refused.value) and "register_storage" in str(refused.value)
+    with pytest.raises(SpecError, match="no storage is registered as pad="):
+        P("data", pad={0: 5})
 
 
 @pytest.mark.parametrize(

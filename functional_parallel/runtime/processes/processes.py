@@ -109,22 +109,22 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return self._placed(x, spec, torch.Tensor.to)
 
     def _placed(self, x: torch.Tensor, spec: P, move: Callable[..., torch.Tensor]) -> torch.Tensor:
-        part = shard_leaf(x, spec, self.mesh, self.rank)
+        part = shard_leaf(x, spec.in_compute(), self.mesh, self.rank)
         if part.is_meta:  # another rank holds it
             return part
         placed = move(part, self.device)
-        if placed is not part or _torch.has_functorch_level([x]):
-            return placed.contiguous()
-        return placed.clone(memory_format=torch.contiguous_format)
+        if placed is part and not _torch.has_functorch_level([x]):
+            placed = placed.clone(memory_format=torch.contiguous_format)
+        return spec.store(placed.contiguous())
 
     def own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        return to_device(x, self.device)
+        return spec.store(to_device(x, self.device))
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         return hollow(x, whole_shape(x.shape, spec, self.mesh))
 
     def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
-        held = self._between_ranks(spec)
+        held, handle = self._between_ranks(spec).in_compute(), spec.fetch(handle)
         if not held.named_axes - held.reduced:
             return handle
         with self.turn, self.carrier.bound():
@@ -137,7 +137,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return spec.only(axis for axis, size in self.mesh.shape.items() if size > 1).replace(reduced=())
 
     def shard_of(self, handle: torch.Tensor, spec: P, rank: int) -> torch.Tensor:
-        return handle
+        return spec.fetch(handle)
 
     def assemble(self, spec: P, where: Where, shard: Callable[[int], torch.Tensor]) -> torch.Tensor:
         made = shard(self.rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -47,6 +47,11 @@ class StepLayout:
     frozen: tuple[bool, ...]  # per leaf of the parameters, by the optimizer
     owners: Mapping[str, int] = field(default_factory=dict)  # index of the rank that holds all, by axis
     stacks: StackedTree | None = None  # which parameters of the user are stacks of layers
+
+    def in_compute(self) -> StepLayout:
+        """Return the layouts inside a program, which has fetched the parameters and state."""
+        kept, update = (optree.tree_map(P.in_compute, specs) for specs in (self.kept, self.update))
+        return replace(self, kept=kept, update=update)
 
     def state(self, state: PyTree, optimizer: Optimizer, requests: Sequence[StateRequest]) -> SpecTree:
         """Return the specs of a packed state of full tensors: the optimizer's `specs`, or the layouts of the update."""
@@ -92,8 +97,9 @@ def find_step_layout(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Op
     """
     resolved, layout = f.resolve((params,), mesh), f.layout
     like = optree.tree_map(hollow, params)
-    shapes, compute = resolved.args[0], resolved.arguments[0]
-    kept = optree.tree_map(at_rest, compute)
+    shapes, specs = resolved.args[0], resolved.arguments[0]
+    compute, kept = optree.tree_map(P.in_compute, specs), optree.tree_map(at_rest, specs)
+    whole = optree.tree_map(at_rest, compute)
     frozen = tuple(optree.tree_leaves(_decided(resolved.stacks, like, optimizer, "frozen", False)))
     if flat_update(layout):
         axes = tuple(each.axis for each in layout.all(UpdateSharding))
@@ -107,10 +113,10 @@ def find_step_layout(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Op
         _require_elementwise(resolved.stacks, optimizer, like)
     structure, norm = optree.tree_structure(shapes), (resolved.norm if clipped else None) or (P(),) * len(frozen)
     update = resolved.updated()
-    counted = [a.replace(owner={}).divided(b, mesh) for a, b in zip(update, norm, strict=True)]
+    counted = [a.replace(owner={}, storage={}).divided(b, mesh) for a, b in zip(update, norm, strict=True)]
     packed, owners = NoPacking(shapes, _decided(resolved.stacks, like, optimizer, "constants", None)), owners_of(layout)
-    specs = structure.unflatten(update), structure.unflatten(counted)
-    return StepLayout(shapes, packed, compute, kept, compute, kept, *specs, frozen, owners, resolved.stacks)
+    trees = structure.unflatten(update), structure.unflatten(counted)
+    return StepLayout(shapes, packed, compute, kept, compute, whole, *trees, frozen, owners, resolved.stacks)
 
 
 def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:
