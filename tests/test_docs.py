@@ -35,7 +35,7 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     report: list[str] = []
     for line, code in blocks(page):
         if ">>>" in code:
-            test = doctest.DocTestParser().get_doctest(code, names, name(page), str(page), line)
+            test = doctest.DocTestParser().get_doctest(code, names, f"{name(page)}, {line}", str(page), line)
             runner.run(test, out=report.append, clear_globs=False)
             names.update(test.globs)  # a doctest works on a copy
         else:

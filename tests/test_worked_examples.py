@@ -19,6 +19,14 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "worked_examples.md"
 EXAMPLE = re.compile(r"^## (.+?)$.*?^```diff\n(.*?)^```$.*?^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXAMPLES: list[tuple[str, str, str]] = EXAMPLE.findall(PAGE.read_text())  # title, diff and lines that use the change
+SEAMS = {  # each is one new file, beside its test, and few lines in at most two others
+    "A pass on residuals",
+    "A wire format",
+    "A transport of collectives",
+    "A placement at rest",
+    "A transform outside the library",
+}
+FILE = re.compile(r"^--- (\S+)\n\+\+\+ b/(\S+)\n(.*?)(?=^--- |\Z)", re.MULTILINE | re.DOTALL)
 NEW_TEST = re.compile(r"^--- /dev/null\n\+\+\+ b/(tests/\S+)\.py$", re.MULTILINE)
 
 RUN_TESTS = """
@@ -35,9 +43,19 @@ for name in sys.argv[1:]:
 
 def test_every_section_is_an_example_that_contributing_links_to() -> None:
     titles = [title for title, _, _ in EXAMPLES]
-    assert titles == re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE) and len(titles) == 6
+    assert titles == re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE) and len(titles) == 8
     links = re.findall(r"\(docs/worked_examples\.md#(\S+)\)", (ROOT / "CONTRIBUTING.md").read_text())
     assert links == [title.lower().replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize("title", SEAMS)
+def test_a_seam_costs_one_file(title: str) -> None:
+    (diff,) = (diff for each, diff, _ in EXAMPLES if each == title)
+    files = [file for file in FILE.findall(diff) if not file[1].startswith("tests/")]
+    sizes = {name: len(re.findall(r"^[+-]", text, re.MULTILINE)) for _, name, text in files}
+    new = [name for old, name, _ in files if old == "/dev/null"]
+    assert len(new) == 1 and sizes.pop(new[0]) <= 60
+    assert len(sizes) <= 2 and all(0 < size <= 2 for size in sizes.values()), sizes
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git apply reads the diffs")
