@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-import torch
-
 from sharding_specs import Box, Mesh
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from .layouts import LeafLayout, Part, Piece, Writers
-
-_ROUNDS = 3
 
 
 class WriteItem(NamedTuple):
@@ -81,8 +78,8 @@ class SavePlan:
 def plan_save(leaves: Sequence[LeafLayout], mesh: Mesh) -> SavePlan:
     """Choose the rank that writes each piece, so that ranks with equal pieces share the work.
 
-    A piece is given to the rank with the fewest bytes. Pieces that few ranks hold come first, and then large ones. The
-    largest rank writes at most its fair share and one box.
+    Of the pieces that the same ranks hold, the largest come first, and each is given to the rank with the fewest bytes
+    of them. So of these pieces none writes more than its fair share and one box.
 
     >>> import torch
     >>> from sharding_specs import P
@@ -96,93 +93,31 @@ def plan_save(leaves: Sequence[LeafLayout], mesh: Mesh) -> SavePlan:
         leaves: the leaves of the state.
         mesh: the mesh.
     """
-    work = _Work(mesh)
-    every = [(i, j, piece) for i, leaf in enumerate(leaves) for j, piece in enumerate(leaf.pieces)]
-    jobs = [(i, j, _Job.of(piece, _bytes(leaves[i], piece, mesh), mesh)) for i, j, piece in every]
-    jobs.sort(key=lambda each: (each[2].copies, -int(each[2].sizes.max())))
-    kinds = {tuple(job.choices.items()) for _, _, job in jobs if job.copies > 1}
-    for _ in range(_ROUNDS if len(kinds) > 1 else 1):  # the first are given again, now that the other loads are known
-        for _, _, job in jobs:
-            work.assign(job)
-    chosen = {(i, j): job.writers(mesh) for i, j, job in jobs}
+    every = ((i, j, leaf, piece) for i, leaf in enumerate(leaves) for j, piece in enumerate(leaf.pieces))
+    order = sorted((*_kind_and_order(leaf, piece, mesh), i, j) for i, j, leaf, piece in every)
+    loads: dict[str, list[tuple[int, int, int]]] = {}  # per kind a heap: bytes, order among equals, index of the rank
+    writers: dict[tuple[int, int], Writers] = {}
+    for turn, (kind, size, i, j) in enumerate(order):
+        if kind not in loads:  # the first pieces of the kinds go to different ranks
+            copies = leaves[i].pieces[j].copies(mesh)
+            loads[kind] = [(0, number, (turn + number) % copies) for number in range(copies)]
+        load, number, index = loads[kind][0]
+        heapq.heapreplace(loads[kind], (load - size, number, index))
+        writers[i, j] = Writers((), (index,))
     found = []
     for i, leaf in enumerate(leaves):
-        pieces = (replace(piece, writers=chosen[i, j]) for j, piece in enumerate(leaf.pieces))
+        pieces = (replace(piece, writers=writers[i, j]) for j, piece in enumerate(leaf.pieces))
         found.append(replace(leaf, pieces=tuple(pieces)))
     return SavePlan(mesh, tuple(found))
 
 
-def _bytes(leaf: LeafLayout, piece: Piece, mesh: Mesh) -> torch.Tensor:
-    shape = leaf.shape if piece.rows is None else leaf.shape[1:]
-    held = torch.full([1] * len(mesh.axis_names), leaf.dtype.itemsize * len(piece.held), device="cpu")
-    if piece.vector is not None:
-        over, length = piece.vector.over, piece.vector.length // mesh.axis_size(piece.vector.over)
-        starts, count = torch.arange(mesh.axis_size(over), device="cpu") * length - piece.vector.begin, math.prod(shape)
-        count //= math.prod(mesh.axis_size(axis) for axis in piece.spec.axes)
-        inside = (starts + length).clamp(max=count) - starts.clamp(min=0)
-        return held * _in_mesh(inside.clamp(min=0), over, mesh)
+def _kind_and_order(leaf: LeafLayout, piece: Piece, mesh: Mesh) -> tuple[str, int]:
+    """Return the ranks that hold the same of a piece, with the slice of a vector in which it begins, and -bytes."""
+    vector, shape = piece.vector, leaf.shape if piece.rows is None else leaf.shape[1:]
+    begins = None if vector is None else vector.begin * mesh.axis_size(vector.over) // vector.length
     axes = [*piece.spec.dim_axes(), *[()] * len(shape)]
-    for size, names in zip(shape, axes, strict=False):
-        ranks = mesh.axis_size(names)
-        block = -(-size // ranks)
-        lengths = (size - torch.arange(ranks, device="cpu") * block).clamp(
-            0, block
-        )  # the last ranks have less, or only padding
-        held = held * (block if size % ranks == 0 else _in_mesh(lengths, names, mesh))
-    return held
-
-
-def _in_mesh(values: torch.Tensor, axes: Sequence[str], mesh: Mesh) -> torch.Tensor:
-    names = mesh.axis_names
-    order = sorted(range(len(axes)), key=lambda dim: names.index(axes[dim]))
-    values = values.view([mesh.axis_size(axis) for axis in axes]).permute(order)
-    return values.reshape([mesh.axis_size(axis) if axis in axes else 1 for axis in names])
-
-
-@dataclass
-class _Job:
-    choices: dict[str, Sequence[int]]  # indices of the ranks that hold the same, by axis
-    sizes: torch.Tensor
-    copies: int
-    best: torch.Tensor | None = None  # index of the writer, for each coordinate of the split; in the dims of the mesh
-    added: torch.Tensor | None = None  # bytes per rank, of the ranks of `choices`
-
-    @classmethod
-    def of(cls, piece: Piece, sizes: torch.Tensor, mesh: Mesh) -> _Job:
-        choices = dict(piece.replicas(mesh))
-        return cls(choices, sizes, math.prod(map(len, choices.values())))
-
-    def writers(self, mesh: Mesh) -> Writers:
-        assert self.best is not None
-        if len(self.best.unique()) == 1:
-            return Writers((), (int(self.best.flatten()[0]),))
-        axes = [axis for axis, length in zip(mesh.axis_names, self.best.shape, strict=True) if length > 1]
-        return Writers(tuple(axes), tuple(self.best.flatten().tolist()))
-
-
-class _Work:
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.loads = torch.zeros([1] * len(mesh.axis_names), dtype=torch.int64, device="cpu")
-
-    def assign(self, job: _Job) -> None:
-        names = self.mesh.axis_names
-        wanted = [self.mesh.axis_size(axis) if axis in job.choices else 1 for axis in names]
-        self.loads = self.loads.expand(torch.broadcast_shapes(self.loads.shape, job.sizes.shape, wanted)).clone()
-        sizes = zip(names, self.loads.shape, strict=True)
-        indices = [torch.tensor(job.choices.get(axis, range(size)), device="cpu") for axis, size in sizes]
-        places = torch.meshgrid(*indices, indexing="ij") if indices else ()  # of the ranks that hold the piece
-        if job.added is not None:
-            self.loads[places] -= job.added
-        order = sorted(range(len(names)), key=lambda dim: names[dim] in job.choices)  # the axes of replicas last
-        back = sorted(range(len(names)), key=order.__getitem__)
-        table = self.loads[places].permute(order)
-        kept = table.shape[: len(names) - len(job.choices)]
-        best = table.reshape(*kept, -1).argmin(-1)
-        one = torch.zeros_like(best).view(-1, 1).repeat(1, job.copies).scatter_(1, best.view(-1, 1), 1)
-        job.added = one.view(table.shape).permute(back) * job.sizes
-        job.best = best.view([*kept, *[1] * len(job.choices)]).permute(back)
-        self.loads[places] += job.added
+    elements = math.prod(-(-size // mesh.axis_size(names)) for size, names in zip(shape, axes, strict=False))
+    return f"{piece.replicas(mesh)} {begins}", -elements * leaf.dtype.itemsize * len(piece.held)
 
 
 @dataclass(frozen=True)
