@@ -122,7 +122,6 @@ def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None)
 
 
 def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Draw for each element of `x` whether an event of probability `p` happens."""
     if not isinstance(p, torch.Tensor):
         return ~_kept(p, x, key)
     like = torch.empty_like(x, dtype=torch.float32) if x.dtype.itemsize < 4 else x  # enough digits to hit p
@@ -198,7 +197,6 @@ def next_key() -> torch.Tensor:
 
 
 def next_site(what: str) -> torch.Tensor:
-    """Return the key of the next site. `what` names the draw in the error."""
     keys = _ambient()
     if not keys:
         raise RandomKeyError(

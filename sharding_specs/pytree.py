@@ -13,14 +13,10 @@ from .spec import P
 
 
 class DataclassNode(Protocol):
-    """Instance of a dataclass: a node if it holds tensors or specs, else a leaf."""
-
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
 class RegisteredNode(Protocol):
-    """Instance of a class that is registered by `optree.register_pytree_node_class`."""
-
     def tree_flatten(self) -> tuple[Any, ...]: ...
 
 

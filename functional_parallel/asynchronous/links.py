@@ -72,7 +72,6 @@ class Link:
 def connected(
     rank: int, linked: Callable[[int], Collection[int]], exchange: Callable[[Any, str], list[Any]]
 ) -> dict[int, Connection]:
-    """Return a connection to each rank in `linked(rank)`. All ranks call this: `exchange` is a collective over them."""
     both: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
     with socket.create_server(("", 0), backlog=4096, **both) as listener:
         listener.settimeout(0.1)

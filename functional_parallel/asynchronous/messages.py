@@ -38,7 +38,6 @@ class Rules:
     adds: bool  # whether gradients are added, as those of a loss that is a sum; else their mean is weighted by samples
 
     def combined(self, pushes: Sequence[Message]) -> PyTree:
-        """Return the gradient of several ranks' samples together, added in rank order."""
         ordered = sorted(pushes, key=lambda push: push.source)
         trees, weights = [each.tree for each in ordered], [each.numbers["weight"] for each in ordered]
         if len(trees) == 1:

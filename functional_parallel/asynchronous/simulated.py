@@ -18,7 +18,6 @@ from .worker import Work
 def stepped(
     state: AsyncState, work: Work, loss: torch.Tensor, push: Message | None, clock: Clock
 ) -> tuple[AsyncState, AsyncMetrics]:
-    """Return the state after the step of the rank that is done first. `push` is None after an inner step."""
     rank, now = state.rank, state.ready[state.rank]
     ready = {each: at for each, at in state.ready.items() if each != rank}
     state = replace(state, work={**state.work, rank: work}, seconds=now)
@@ -45,7 +44,6 @@ def dropped_rank(state: AsyncState, rank: int, clock: Clock) -> AsyncState:
 
 
 def finished(state: AsyncState, leave: Sequence[Message], clock: Clock) -> AsyncState:
-    """Return the state after all ranks have ended, as they say by `leave`. Steps that are not done are not counted."""
     state, replies = _delivered(replace(state, ready={}), leave, clock)
     final = next(each for each in replies if each.kind == "final")
     return replace(state, ready={}, waiting={}, final=(final.numbers["version"], final.tree))

@@ -27,8 +27,6 @@ _POPULATE_READ = 22  # of Linux 5.14: reads the mapped pages, so that a fault of
 
 
 class FileInfo(NamedTuple):
-    """Size of a file in bytes, and the checksum of each of its blocks."""
-
     size: int
     sums: list[str]
 
@@ -56,7 +54,6 @@ def write_file(
     data: Iterable[torch.Tensor],
     algorithm: str,
 ) -> FileInfo:
-    """Write a safetensors file and wait until it is safe. `data` has the tensors of the entries, in order."""
     first = header(entries)
     size, sums = len(first) + sum(box.numel * dtype.itemsize for _, dtype, box in entries), BlockSums(algorithm)
     with disk.create(path, size) as file:
@@ -162,7 +159,6 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             self.block(number)
 
     def read(self, entry: Entry, common: Box, target: torch.Tensor) -> None:
-        """Copy a box of an entry into a tensor of its shape, which may have another dtype and device."""
         strides = [math.prod(entry.box.size[dim + 1 :]) for dim in range(len(entry.box.size))]
         for part in self._parts(entry, common, strides):
             found = self._bytes(*entry.range(part), entry.dtype).as_strided(part.size, strides)

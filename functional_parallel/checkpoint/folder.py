@@ -27,7 +27,6 @@ _LOCK = ".lock"
 
 
 def committed(folder: Path) -> list[Path]:
-    """Return the committed checkpoints of a folder, the newest first. Their contents are not looked at."""
     found: dict[int, Path] = {}
     for each in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
         match = _STEP.fullmatch(each.name)
@@ -150,7 +149,6 @@ class RunFolder:
             self.disk.make_folder(temporary(self.path, step, nonce) / kind)
 
     def commit(self, made: Path, step: int, nonce: str, text: bytes) -> None:
-        """Write `checkpoint.json`, wait until everything is safe, and rename the folder."""
         disk, target = self.disk, self.step(step)
         with disk.create(made / NAME, len(text)) as file:
             disk.write(file, memoryview(text), 0)

@@ -31,8 +31,6 @@ _MOST = 100 << 20  # bytes of a header, as in safetensors
 
 
 class Entry(NamedTuple):
-    """Box of a leaf in a file: its dtype, its position in the full leaf, and the range of its bytes."""
-
     dtype: torch.dtype
     box: Box
     begin: int
@@ -58,7 +56,6 @@ def file_name(rank: int, number: int, count: int) -> str:
 
 
 def header(entries: Sequence[tuple[str, torch.dtype, Box]]) -> bytes:
-    """Return the first bytes of a file with these tensors, in this order. Their data follow, without gaps."""
     table: dict[str, Any] = {}
     offsets = {key: {"saved_offsets": list(box.start)} for key, _, box in entries}
     table["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
@@ -73,7 +70,6 @@ def header(entries: Sequence[tuple[str, torch.dtype, Box]]) -> bytes:
 
 
 def parse_header(data: bytes, size: int) -> dict[str, Entry]:
-    """Return the tensors in a header with its length in front. ValueError if it does not fit a file of this size."""
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= min(size - 8, _MOST) or len(data) < 8 + length:
         raise ValueError(f"its header claims {length} bytes")

@@ -12,8 +12,6 @@ from .layouts import LeafLayout, Part
 
 
 class Move(NamedTuple):
-    """Box of a leaf that one process has, and another one, or the same, will hold."""
-
     leaf: LeafLayout  # as it is held
     sender: int
     source: Part
@@ -23,7 +21,6 @@ class Move(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are sent: none within a process."""
         return 0 if self.sender == self.receiver else self.box.numel * self.leaf.dtype.itemsize
 
 

@@ -26,7 +26,6 @@ class Peers:
     timeout: float  # seconds that a process waits for the others
 
     def agree(self, problem: str, doing: str) -> None:
-        """Exchange problems, and raise on every process if one has any."""
         every = self.exchange(problem, doing)
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(every) if text)
         if told:

@@ -31,8 +31,6 @@ class Source(NamedTuple):
 
 
 class ReadItem(NamedTuple):
-    """Box of a held tensor, and the boxes in files that have its elements."""
-
     leaf: LeafLayout  # as it was saved
     part: Part
     sources: tuple[tuple[Source, Box], ...]  # with the common box

@@ -14,7 +14,6 @@ from .peers import Peers
 
 
 def position_to_json(data: Any, peers: Peers) -> Any:
-    """Return the position of a run in its samples as JSON. Every process calls it."""
     if data is None:
         return None
     if isinstance(data, Position):

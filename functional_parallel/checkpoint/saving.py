@@ -83,7 +83,6 @@ class Save:
             self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is committed. Every process calls it, and raises if one could not write."""
         self.join()
         try:
             self.peers.agree(self._problem, "after a checkpoint")
@@ -167,7 +166,6 @@ def begin_save(
     copies: Copies | None = None,
     disk: Disk | None = None,
 ) -> Save:
-    """Begin a save: take the folder of the run's checkpoints, and create a temporary one. Every process calls it."""
     disk, step = disk or Disk(), int(contents.body["step"])
     nonce, problem = secrets.token_hex(8), ""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in contents.plan.leaves)

@@ -172,8 +172,6 @@ def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
 
 
 def batch_signature(batch: PyTree, begin: int = 0) -> str:
-    """Return path, dtype and shape, from dim `begin` on, of every tensor of a batch, and repr of the other leaves."""
-
     def look(leaf: Tree) -> str:
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)

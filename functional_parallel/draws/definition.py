@@ -20,7 +20,6 @@ Where = tuple[Tensor, Sequence[int], Sequence[int], Sequence[int], Sequence[Tens
 
 
 def places(like: Tensor, key: Tensor, shape: Sequence[int], axes: Sequence[str], splits: Sequence[int]) -> Where:
-    """Return seeds, shape and `Positions` of draws at this rank's positions of a tensor of global shape `shape`."""
     first, place = positions(like, shape, axes, splits)
     seeds = key if isinstance(first, int) and first == 0 else key + first * GOLDEN
     return seeds.to(like.device), list(like.shape), place.sizes, place.strides, place.tables
@@ -35,13 +34,11 @@ def defined(
     dtype: torch.dtype,
     p: float | None = None,
 ) -> Tensor:
-    """Draw uniform numbers at the positions, with the dims of the seeds first."""
     place = Positions(sizes, strides, tables).of_digits(seeds.device).reshape(list(shape))
     return numbers(place * GOLDEN + seeds.reshape([*seeds.shape, *[1] * len(shape)]), dtype, p)
 
 
 def numbers(x: Tensor, dtype: torch.dtype, p: float | None) -> Tensor:
-    """Return the draws of the sums of seeds and products of positions with the golden ratio."""
     digits, least = digits_of(dtype, p)
     whole = _shifted(mixed(mixed(x)), 64 - digits)
     return (whole.to(torch.float64) * 2.0**-digits).to(dtype) if least is None else whole >= least

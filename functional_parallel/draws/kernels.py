@@ -25,7 +25,6 @@ def drawn(
     dtype: torch.dtype,
     p: float | None = None,
 ) -> Tensor:
-    """Return `defined` of the same arguments, contiguous, by a kernel for the device."""
     by_triton = seeds.is_cuda and _has_triton() and (p is not None or dtype.is_floating_point)
     if not (by_triton or in_main_memory(seeds)):
         return defined(seeds, shape, sizes, strides, tables, dtype, p).contiguous()

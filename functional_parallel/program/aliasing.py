@@ -24,7 +24,6 @@ def shares_memory(node: fx.Node) -> bool:
 
 
 def view_base(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose storage the op's result shares, or None."""
     if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE or node.target is operator.getitem:
         return first_operand(node)
     schema = getattr(node.target, "_schema", None)
@@ -38,7 +37,6 @@ def view_base(node: fx.Node) -> fx.Node | None:
 
 
 def mutated_operands(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that an op writes into. Its results are these operands, in their order."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     written: list[fx.Node] = []

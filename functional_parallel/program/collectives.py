@@ -35,7 +35,6 @@ class Collective:
 
 
 def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterator[Collective]:
-    """Yield the collectives over more than one rank that send data, in order; with `casts`, also other primitives."""
     for node, phase in phases_of(traced).items():
         found = collective_of(node, mesh, phase)
         if found is not None and (casts or found.kind in COMMUNICATING):
@@ -58,7 +57,6 @@ def keep_phases(traced: Traced) -> None:
 
 
 def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collective | None:
-    """Return the collective of an op, over the axes of more than one rank. None without such axes or for another op."""
     call = collective_call(node)
     axes = tuple(axis for axis in call.axes if mesh.axis_size(axis) > 1) if call else ()
     if call is None or not axes:

@@ -47,8 +47,6 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Result of `explain`: prints as a table; `.rows`, `.to_dict()` and `.json()` are for code."""
-
     name: str
     mesh: str
     rows: tuple[CollectiveRow, ...]
@@ -113,7 +111,6 @@ def explain(
     notes: Iterable[str] = (),
     requests: Iterable[str] = (),
 ) -> Explanation:
-    """Group collectives into rows: one per source line, or with `group="axis"` one per kind, axis and phase."""
     if group not in ("line", "axis"):
         raise ValueError(f"explain(group={group!r}): it is 'line', 'axis' or 'pass'")
     groups: dict[Any, list[Collective]] = defaultdict(list)

@@ -29,7 +29,6 @@ _used = [ExtraMemory()]
 
 
 def use(extra: ExtraMemory) -> None:
-    """Use the sizes of a transport in all predictions from now on."""
     _used[:] = [extra]
 
 

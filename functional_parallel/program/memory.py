@@ -61,7 +61,6 @@ class Memory:
 
     @property
     def at(self) -> int:
-        """Number of the op at which the peak is reached first."""
         return self.curve.index(self.peak) if self.curve else 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +84,6 @@ class Memory:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the curve. It needs matplotlib."""
         draw(path, self.name, {"": self.curve}, self.peak, "op")
 
 
@@ -107,7 +105,6 @@ def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak
 
 
 def with_copies(memory: Memory, traced: Traced) -> Memory:
-    """Return the memory of a captured program: it holds copies of inputs that it must not write, and of results."""
     replaced = [info(node).updated_output for node in traced.inputs if info(node).donated]
     copied = sum(info(node).nbytes for node in traced.inputs if not info(node).donated)
     copied += sum(

@@ -39,7 +39,6 @@ class PassRecorder:
     moments: dict[str, list[tuple[str, Snapshot, str]]] = field(default_factory=dict)
 
     def add(self, name: str, program: Any, mesh: Mesh) -> None:
-        """Record a program after a pass. "traced" and "cut" are the names before the first pass."""
         found = [one for one in collectives_of(program.traced, mesh) if set(one.axes) <= set(program.mesh.axis_names)]
         ops, sent = len(list(program.traced.nodes)), sum(one.bytes for one in found)
         snapshot = Snapshot(ops, len(found), sent, memory_of("", program.traced).peak)
@@ -62,7 +61,6 @@ class PassRecorder:
         return PassTable(name, mesh, tuple(rows), notes)
 
     def around(self, name: str) -> tuple[str, str]:
-        """Return the text before the first and after the last pass of a name, of all programs in which one ran."""
         texts = []
         for moments in self.moments.values():
             found = [index for index, (passed, _, _) in enumerate(moments) if passed == name and index > 0]
@@ -90,8 +88,6 @@ class PassRow:
 
 @dataclass(frozen=True)
 class PassTable:
-    """Result of `explain(group="pass")`: prints as a table; `.rows`, `.to_dict()` and `.json()` are for code."""
-
     name: str
     mesh: str
     rows: tuple[PassRow, ...]

@@ -27,8 +27,6 @@ from .work import bytes_moved, flops
 
 @dataclass(frozen=True)
 class Item:
-    """One op or collective on one rank, with its cost."""
-
     what: str  # "products", "other ops", the collective's kind, or "idle" while a pipeline waits
     axes: tuple[str, ...]  # of a collective or a send
     phase: str  # "forward", "backward" or "update"
@@ -42,8 +40,6 @@ class Item:
 
 @dataclass(frozen=True)
 class PriceRow(Item):
-    """Sums over the items of one kind."""
-
     count: int = 0
 
     def cells(self, total: float) -> tuple[str, ...]:

@@ -45,7 +45,6 @@ class RankClasses:
         return self._picks[wanted, held]
 
     def group(self, rank: int, axes: tuple[str, ...]) -> list[int]:
-        """Return the ranks that differ from a rank only along some axes, including itself."""
         if axes not in self._groups:
             self._groups[axes] = {member: members for members in self.mesh.groups(axes) for member in members}
         return self._groups[axes][rank]

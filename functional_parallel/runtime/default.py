@@ -29,7 +29,6 @@ _made: dict[tuple[Mesh, str], tuple[Runtime[Any, Any], weakref.ref[dist.ProcessG
 
 
 def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
-    """Return the runtime of a mesh: one rank per process under torchrun or with a process group, else simulated."""
     if mesh in _chosen:
         runtime, world = _chosen[mesh]
         if world is not None and world != _world():
@@ -54,7 +53,6 @@ def runtime_of(mesh: Mesh, f: Callable[..., PyTree], reduction: str = "fast") ->
 
 
 def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
-    """Reject a pipeline that updates weights between microbatches, because it supports only training steps."""
     plan = pipeline_of(f.layout)
     if plan is not None and plan.on(mesh).versions is not None:
         raise PipelineError(
@@ -93,7 +91,6 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of processes in torch.distributed's group, or else the number that a launcher started."""
     if _has_group():
         return dist.get_world_size()
     launch = launch_of_environment()

@@ -40,7 +40,6 @@ class Runtime(ABC, Generic[Handle, Runnable]):
 
     @property
     def process(self) -> int:
-        """Global rank of this process; 0 if it has all ranks."""
         return 0 if self.base is None else self.base.process
 
     def send_and_receive(
@@ -54,7 +53,6 @@ class Runtime(ABC, Generic[Handle, Runnable]):
         return None if self.base is None else self.base.store
 
     def missing(self) -> str:
-        """Return text on a process that died; empty if none did."""
         return "" if self.base is None else self.base.missing()
 
     # --- values ---
@@ -118,7 +116,6 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
     ) -> None:
-        """Check that every rank was given the same full tensors. Inside a transform, nothing is compared."""
         if not _torch.has_functorch_level(tensors):
             self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
 
@@ -132,13 +129,11 @@ class Runtime(ABC, Generic[Handle, Runnable]):
             self.base.check_sums(name, paths, sums, parts)
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
-        """Check that every rank does the same, and return the largest `number` of all."""
         return number if self.base is None else self.base.agree(doing, otherwise, number)
 
     def exchange(self, value: Value, purpose: str) -> list[Value]:
         return [value] if self.base is None else self.base.exchange(value, purpose)
 
     def agree_on(self, program: Runnable) -> None:
-        """Check, before the first run of a program, that all ranks have the same program."""
         if self.base is not None:
             self.base.agree_on(program)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 
 def cat_or_view(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Return `torch.cat(parts, dim)`, without a copy if the tensors are adjacent in memory."""
     first = parts[0]
     flat = flat_if_adjacent(parts) if first.shape[:dim].numel() == 1 else None
     if flat is None:

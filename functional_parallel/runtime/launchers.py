@@ -73,7 +73,6 @@ _MARKS = {
 
 
 def launch_of_environment() -> Launch | None:
-    """Return the launch in the variables of this process's launcher, or None if no launcher has set them."""
     found = [launch for names in _LAUNCHERS if (launch := _read(names)) is not None]
     alike = [launch for launch in found if (launch.rank, launch.size) == (found[0].rank, found[0].size)]
     for other in found:
@@ -87,7 +86,6 @@ def launch_of_environment() -> Launch | None:
 
 
 def seeming_launch() -> tuple[str, str, str] | None:
-    """Return a launcher that seems to have started several processes, and its variable of their number."""
     for names in _LAUNCHERS:
         size = names.size[0]
         if names is _TORCH and _value(names.rank) == "":

@@ -69,7 +69,6 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
     def run(
         self, program: Program, handles: list[SimulatedValue], batch: Sequence[torch.Tensor] = (), whose: str = ""
     ) -> list[SimulatedValue]:
-        """Run a program on sharded inputs. The list is donated, so that an input is freed after its last use."""
         differentiable = any(_torch.has_functorch_level(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:

@@ -1,7 +1,4 @@
-"""Zero-bubble schedules by search: the best of many greedy schedules for given costs and a memory limit.
-
-In a greedy schedule each rank runs an action that is ready, chosen by a policy. All of the few policies are tried.
-"""
+"""Zero-bubble schedules by search: the best of many greedy schedules for given costs and a memory limit."""
 
 from __future__ import annotations
 

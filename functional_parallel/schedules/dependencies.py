@@ -9,7 +9,6 @@ from .actions import Action, Schedule
 
 
 def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: Action) -> list[Action]:
-    """Return the dependencies of `action`, first in the adjacent stage. `kinds`: see `gradients_of_input`."""
     kind, stage, microbatch = action
     if kind == "F":
         before = schedule.before(stage)
@@ -22,7 +21,6 @@ def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: 
 
 
 def receiving_stage(schedule: Schedule, action: Action) -> int | None:
-    """Return the stage that receives the result of an action. None without a receiver."""
     if action.kind == "W":
         return None
     return schedule.after(action.stage) if action.kind == "F" else schedule.before(action.stage)

@@ -8,7 +8,6 @@ from ..errors import ScheduleError
 
 
 def require(name: str, rule: str, argument: str, value: int, legal: Callable[[int], bool], others: str = "") -> None:
-    """Raise `ScheduleError` unless `value` is an integer of at least 1 that is `legal` for `argument`."""
     if isinstance(value, int) and value >= 1 and legal(value):
         return
     start = int(value) if value >= 1 else 0

@@ -1,7 +1,4 @@
-"""DualPipe schedules: microbatches enter at both ends, so a rank can overlap a forward with a backward.
-
-DualPipe keeps two copies of the model, one in ascending and one in descending order of ranks. DualPipeV folds one.
-"""
+"""DualPipe schedules: microbatches enter at both ends, so a rank can overlap a forward with a backward."""
 
 from __future__ import annotations
 

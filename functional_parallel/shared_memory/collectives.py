@@ -37,7 +37,6 @@ def _put(piece: _Chunk, values: Tensor, parts: Sequence[Tensor] | DirectOutputs,
 
 
 def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> CollectiveSteps:
-    """Send chunk i to rank i, and receive the chunk of rank i into `parts[i]`, which is contiguous."""
     parts[memory.rank].copy_(chunks[memory.rank])
     for piece in _pieces(memory, chunks, keep=parts[memory.rank]):
         yield [memory.all_gave(piece.sent)]
@@ -46,7 +45,6 @@ def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[T
 
 
 def reduce_scatter(memory: SharedMemory, chunks: Sequence[Tensor] | LazyBucket, result: Tensor) -> CollectiveSteps:
-    """Write chunk i of the sum on rank i into `result`, which is contiguous."""
     for piece in _pieces(memory, chunks, keep=result):
         yield [memory.all_gave(piece.sent)]
         me = memory.rank

@@ -110,7 +110,6 @@ class SharedMemory:
         return self._numbers
 
     def signal(self, number: int) -> None:
-        """Signal a number to all other ranks. A rank that has ended is noticed when it is next waited for."""
         self._send(self._peers, number, self.doing.mark)
 
     def _signal_read(self, number: int) -> None:
@@ -136,11 +135,9 @@ class SharedMemory:
                 raise RuntimeError(f"{self._called({rank})} reads no signals") from error
 
     def all_gave(self, number: int) -> Waitable:
-        """Return a handle that waits until every other rank has signalled this number."""
         return _Signal(self, number)
 
     def wait_for(self, number: int, mark: int = _WHENEVER) -> None:
-        """Wait until every other rank has signalled this number, during the call with id `mark`."""
         self.wait_until(lambda: self._peers.keys() - self._arrived[number].keys())
         self._notices = 0
         for rank, other in self._arrived.pop(number).items():
@@ -294,5 +291,4 @@ class MappedMemory:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Return the maximal size of a rank's memory in bytes. Only used pages occupy memory."""
         return 2 * HALF + ranks * ROOM

@@ -23,7 +23,6 @@ class SharedMemorySizes(ExtraMemory):
     """
 
     def of_collectives(self, collectives: Iterable[Collective], mesh: Mesh) -> int:
-        """Return the maximum of shared memory for collectives: two halves per group of ranks."""
         halves: dict[tuple[str, ...], int] = {}
         for one in collectives:
             if one.kind not in _BY_THE_BACKEND:

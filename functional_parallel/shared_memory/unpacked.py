@@ -14,8 +14,6 @@ from ..ops import UNPACK, UNPACK_INTO
 
 
 class BucketOutput(Protocol):
-    """Tensors by index; each may be taken once."""
-
     def take(self, index: int) -> Tensor: ...
 
 

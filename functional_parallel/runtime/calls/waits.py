@@ -39,7 +39,6 @@ class Current:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the findings about other ranks, for new process groups or in a forked process."""
         self.gone: dict[int, str] = {}  # by rank that died, in order of death, a description of its end
         self.left: dict[int, int] = {}  # by rank that ended normally, its number of calls
         self.lost: Lost | None = None
@@ -64,7 +63,6 @@ CURRENT = Current()
 
 
 def note_step(step: int | None) -> None:
-    """Note that a training step begins. None means that it has ended. Messages name the step."""
     CURRENT.step = step
 
 

@@ -40,7 +40,6 @@ class Writer:
     constants: dict[str, Any] = field(default_factory=dict)
 
     def function(self, wrap_constant: Callable[[torch.Tensor], Any] = lambda x: x) -> Callable[..., Any]:
-        """Compile the program to `run(inputs) -> outputs`, with lists as input and output."""
         lines = [f"{self._name(node)} = inputs[{index}]" for index, node in enumerate(self.traced.inputs)]
         lines.append("inputs.clear()")
         ends: list[tuple[int, fx.Node]] = []  # the number of the last line of each op
@@ -150,5 +149,4 @@ def _placed(x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def _stops(node: fx.Node, differentiable: bool) -> bool:
-    """Whether a reverse-mode derivative stops at the op, because the user disabled gradients around it."""
     return differentiable and bool(info(node).no_grad)

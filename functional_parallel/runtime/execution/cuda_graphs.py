@@ -78,8 +78,6 @@ class _Replaced(NamedTuple):
 
 
 class CapturedFunction:
-    """Function of a program on handles, which runs as a CUDA graph from its second call on."""
-
     def __init__(self, program: Program, function: Function) -> None:
         self.name, self.function = program.name, function
         self.known = [info(node) for node in program.traced.inputs]

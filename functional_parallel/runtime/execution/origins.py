@@ -21,8 +21,6 @@ Handle = TypeVar("Handle")
 
 @dataclass(frozen=True)
 class Origin:
-    """An op with a non-finite result and finite operands."""
-
     op: str
     source: str  # the line of the user's code, with its text; "" if none is known
     values: str  # the numbers of NaN and infinite values in its result

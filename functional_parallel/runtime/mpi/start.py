@@ -14,7 +14,6 @@ _SET_BY_MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # of Open MP
 
 
 def chosen_backend() -> str | None:
-    """Return the backend that the environment variable names, or None."""
     name = os.environ.get(BACKEND_VARIABLE, "")
     if name and name not in _KNOWN:
         raise ValueError(f"{BACKEND_VARIABLE}={name!r}: write one of {', '.join(map(repr, _KNOWN))}")
@@ -29,7 +28,6 @@ def chosen_backend() -> str | None:
 
 
 def start_mpi(name: str) -> str:
-    """Set the variables of a launcher from MPI's, and return the backend for `init_process_group`."""
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:

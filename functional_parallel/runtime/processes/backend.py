@@ -63,7 +63,6 @@ class TorchCollectives:
         wait: CollectiveWait,
         expected: Sequence[Sequence[int]] | None = None,
     ) -> PendingCollective:
-        """Send chunk i to rank i. Pass the received chunks to `finish`, in the order of the axes."""
         shapes = [torch.Size(shape) for shape in expected or [chunk.shape for chunk in chunks]]
         members = self._groups.over(axes)
         to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]

@@ -37,7 +37,6 @@ class ControlGroup:
         self.device = torch.device("cuda" if on_devices and backend is None else "cpu")
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
-        """Check that all ranks are about to make the same call; return the largest of their numbers."""
         mark = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "big")
         with self._turn:
             self._comes("agrees with the others about what to do")

@@ -37,7 +37,6 @@ class PointToPoint:
         self._expected[step.action] = step, buffers, works, time.monotonic()
 
     def take(self, action: Action) -> list[torch.Tensor] | None:
-        """Wait for the results of an action on another rank; None if no message carries them."""
         if action not in self._expected:
             return None
         step, buffers, works, began = self._expected.pop(action)

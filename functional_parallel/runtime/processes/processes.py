@@ -44,8 +44,6 @@ _DERIVED = ", on tensors that require a gradient"  # collectives run one at a ti
 
 
 class ProcessRuntime(Runtime[torch.Tensor, Program]):
-    """Runs programs on real ranks. A handle is this rank's tensor."""
-
     holders = "real processes"
 
     def __init__(
@@ -200,7 +198,6 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         return one.record.run(one.function(), handles, log)
 
     def first_origin(self, log: Log) -> Origin | None:
-        """Return the first op of all ranks that computed a non-finite value; the same on every rank."""
         every = self.exchange(log.first, "to compare values that are not finite")
         return min((found for found in every if found is not None), key=lambda origin: origin.order, default=None)
 

@@ -30,8 +30,6 @@ Readers = Mapping[fx.Node, Sequence[fx.Node]]  # by op that writes into operands
 
 
 class RankProgram:
-    """Flat function of one program on one rank. Collectives start early and are waited for late."""
-
     def __init__(self, program: Program, carrier: ProcessCommunicator, record: bool = False) -> None:
         self.program, self.carrier = program, carrier
         self.record = Recorded(program.traced, lambda node: (carrier.rank,)) if record else None

@@ -44,6 +44,5 @@ def requested_transport(given: str | None) -> tuple[str, Transport]:
 def communicator(
     mesh: Mesh, *, reduction: str = "fast", timeout: timedelta | None = None, algorithm: str | None = None
 ) -> ProcessCommunicator:
-    """Return a communicator of a mesh by the requested transport. All ranks must call this."""
     name, transport = requested_transport(algorithm)
     return transport.communicator(mesh, reduction=reduction, timeout=timeout, algorithm=name)

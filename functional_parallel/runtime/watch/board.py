@@ -51,7 +51,6 @@ class Board:
         self._ranks[rank].failed[call] = error
 
     def judge(self, now: float) -> Lost | None:
-        """Return the reason why some rank waits in vain, if there is one."""
         waiting = [rank for rank in self._ranks if rank.position is not None]
         for rank in waiting:
             if reason := self._waits_in_vain(rank, now):
