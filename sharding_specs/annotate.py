@@ -10,6 +10,7 @@ import torch
 from .annotated import Annotated
 from .dataclass_nodes import register_dataclasses
 from .errors import SpecError
+from .notation import parse_dims
 from .pytree import Tree
 from .spec import P, as_spec
 
@@ -31,8 +32,13 @@ def annotate(value: torch.Tensor, spec: P | str) -> Annotated:
     """
     parsed = as_spec(spec)
     ndim = getattr(value, "ndim", None)
-    if isinstance(spec, str) and ndim is not None and "..." not in spec and _dims_named(spec) != ndim:
-        raise SpecError(f"annotate: {spec!r} names {_dims_named(spec)} dims, the tensor has shape {tuple(value.shape)}")
+    if (
+        isinstance(spec, str)
+        and ndim is not None
+        and "..." not in spec
+        and (named := len(parse_dims(spec, {}))) != ndim
+    ):
+        raise SpecError(f"annotate: {spec!r} names {named} dims, the tensor has shape {tuple(value.shape)}")
     if ndim is not None and parsed.named > ndim:
         raise SpecError(
             f"annotate: {parsed.as_written()} has {parsed.named} dims, the tensor has shape {tuple(value.shape)}"
@@ -53,15 +59,3 @@ def split(tree: Tree) -> tuple[Any, Any]:
     values = optree.tree_map(lambda leaf: leaf.value if isinstance(leaf, Annotated) else leaf, tree)
     specs = optree.tree_map(lambda leaf: leaf.spec if isinstance(leaf, Annotated) else P(), tree)
     return values, specs
-
-
-def _dims_named(text: str) -> int:
-    depth, count, inside = 0, 0, False
-    for letter in text:
-        if letter.isspace() and depth == 0:
-            inside = False
-            continue
-        if not inside:
-            count, inside = count + 1, True
-        depth += (letter == "(") - (letter == ")")
-    return count

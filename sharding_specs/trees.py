@@ -18,11 +18,6 @@ def is_spec(x: Tree) -> TypeGuard[P | str | None]:
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """Return a pytree path as text: keys and indices joined by '/'.
-
-    >>> path_text(("layers", 0, "w1"))
-    'layers/0/w1'
-    """
     return "/".join(str(part) for part in path)
 
 

@@ -20,7 +20,7 @@ from ..ir import memory_of
 from .disk import Disk
 from .format import Entry, file_name, header, parse_header
 from .plan import WriteItem
-from .sums import BLOCK, BlockSums, hasher
+from .sums import BLOCK, hasher
 
 Tensors = Callable[[WriteItem], Iterable[torch.Tensor]]
 _POPULATE_READ = 22  # of Linux 5.14: reads the mapped pages, so that a fault of the disk is an error here, not a signal
@@ -55,26 +55,29 @@ def write_file(
     algorithm: str,
 ) -> FileInfo:
     first = header(entries)
-    size, sums = len(first) + sum(box.numel * dtype.itemsize for _, dtype, box in entries), BlockSums(algorithm)
-    with disk.create(path, size) as file:
-        place = 0
+    size = len(first) + sum(box.numel * dtype.itemsize for _, dtype, box in entries)
+    made, sums, place = hasher(algorithm)(), list[str](), 0
 
-        def write(data: memoryview) -> None:
-            nonlocal place
-            while len(data):
-                part = data[: BLOCK - place % BLOCK]
-                sums.update(part)
-                disk.write(file, part, place)
-                place, data = place + len(part), data[len(part) :]
-
-        write(memoryview(first))
+    def stretches() -> Iterator[memoryview]:
+        yield memoryview(first)
         for each in data:
-            host = each.detach().to("cpu").contiguous()
-            write(memory_of(host))
+            host = each.detach().to("cpu").contiguous()  # it lives until its memory is written
+            yield memory_of(host)
+
+    with disk.create(path, size) as file:
+        for each in stretches():
+            while len(each):
+                part, each = each[: BLOCK - place % BLOCK], each[BLOCK - place % BLOCK :]
+                made.update(part)
+                disk.write(file, part, place)
+                place += len(part)
+                if place % BLOCK == 0 or place == size:
+                    sums.append(made.hexdigest())
+                    made = hasher(algorithm)()
         if place != size:
             raise AssertionError(f"{path}: {place} bytes were written of {size}")
         disk.sync(file)
-    return FileInfo(size, sums.finish())
+    return FileInfo(size, sums)
 
 
 class ShardFile(AbstractContextManager["ShardFile"]):

@@ -1,8 +1,4 @@
-"""Layouts of saved leaves: the boxes of each leaf that a rank holds, and the rank that writes each box.
-
-A training step may hold a leaf sharded, padded, as one parameter per layer, or inside a flat vector: a `Piece` has one
-such form. The functions are pure, and never enumerate all ranks of all leaves.
-"""
+"""Layouts of saved leaves: the boxes of each leaf that a rank holds, and the rank that writes each box."""
 
 from __future__ import annotations
 

@@ -26,25 +26,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class MovePlan:
-    """Plan of moving leaves. It is computed from layouts alone.
+    """Plan of moving leaves. It is computed from layouts alone."""
 
-    >>> import torch
-    >>> from sharding_specs import P
-    >>> from .layouts import Piece
-    >>> held, wanted = (LeafLayout("params", "w", (4,), torch.float32, (Piece(s),)) for s in (P("data"), P()))
-    >>> plan = MovePlan(((wanted, held),), Mesh(data=2), Mesh(data=2))
-    >>> [(move.sender, move.box.start, move.nbytes) for move in plan.into(1)]
-    [(0, (0,), 8), (1, (2,), 0)]
-
-    Args:
-        leaves: pairs of a leaf as it is wanted and as it is held.
-        source: the mesh that holds them.
-        mesh: the mesh that will hold them.
-    """
-
-    leaves: tuple[tuple[LeafLayout, LeafLayout], ...]
-    source: Mesh
-    mesh: Mesh
+    leaves: tuple[tuple[LeafLayout, LeafLayout], ...]  # as they are wanted, and as they are held
+    source: Mesh  # that holds them
+    mesh: Mesh  # that will hold them
 
     def into(self, process: int) -> Iterator[Move]:
         for wanted, held in self.leaves:

@@ -46,23 +46,3 @@ def hasher(algorithm: str) -> Callable[[], Hasher]:
             ) from None
         return found
     raise CheckpointError(f"the checksums of this checkpoint are {algorithm!r}, which this version does not know")
-
-
-class BlockSums:
-    def __init__(self, algorithm: str) -> None:
-        self._new, self._length = hasher(algorithm), 0
-        self._open = self._new()
-        self._done: list[str] = []
-
-    def update(self, data: memoryview) -> None:
-        while len(data):
-            room = BLOCK - self._length % BLOCK
-            self._open.update(data[:room])
-            self._length += min(room, len(data))
-            if self._length % BLOCK == 0:
-                self._done.append(self._open.hexdigest())
-                self._open = self._new()
-            data = data[room:]
-
-    def finish(self) -> list[str]:
-        return [*self._done, self._open.hexdigest()] if self._length % BLOCK else list(self._done)

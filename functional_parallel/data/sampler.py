@@ -1,8 +1,4 @@
-"""Sharded sampler: the samples of a rank are a pure function of length, seed, epoch and position on the mesh.
-
-A global batch is cut into one block per rank, as if the batch were sharded, so batches are the same for any number of
-ranks. Without a rank, a sampler returns the samples of this process: in a simulated run the global batch.
-"""
+"""Sharded sampler: the samples of a rank are a pure function of length, seed, epoch and position on the mesh."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Ranks with unequal numbers of samples: batches are padded to one size, with a mask of the real samples.
-
-Every rank calls every collective, on copies of a sample if it has none left. The loss applies the mask, so its mean is
-over the real samples of all ranks. (PyTorch's Join averages the means of the ranks.)
-"""
+"""Ranks with unequal numbers of samples: batches are padded to one size, with a mask of the real samples."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from ..ir import Traced, first_operand, info, operands_of, primitive_name
+from ..ir import Traced, first_operand, info, operands_of, primitive_name, reached
 from ..ops import PACK, UNPACK_INTO
 
 aten = torch.ops.aten
@@ -54,14 +54,12 @@ def _may_alias(node: fx.Node) -> bool:
 
 def aliases_of(value: fx.Node) -> dict[fx.Node, None]:
     """Return the value, and all values computed from it that may share its memory, except results of in-place ops."""
-    found = {value: None}
-    waiting = [value]
-    while waiting:
-        for user in waiting.pop().users:
-            if user.op == "call_function" and user not in found and _may_alias(user) and not mutated_operands(user):
-                found[user] = None
-                waiting.append(user)
-    return found
+
+    def aliases(node: fx.Node) -> list[fx.Node]:
+        users = (user for user in node.users if user.op == "call_function")
+        return [user for user in users if _may_alias(user) and not mutated_operands(user)]
+
+    return reached([value], aliases)
 
 
 def storage_root(value: fx.Node) -> fx.Node:

@@ -176,14 +176,7 @@ def _readable(amount: float, unit: str) -> str:
 
 
 def group_topology(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> tuple[int, int]:
-    """Return the number of ranks of a group over some axes on each host, and the number of hosts.
-
-    It needs no list of the ranks. The mesh's last axis varies fastest.
-
-    >>> mesh = Mesh(data=512, tensor=8, pipe=4)
-    >>> group_topology(mesh, ("data",), 8), group_topology(Mesh(data=512, tensor=8), ("tensor",), 8)
-    ((1, 512), (8, 1))
-    """
+    """Return the ranks of a group on each host, and the number of hosts. The mesh's last axis varies fastest."""
     named, inside, stride = set(axes), 1, 1
     for name, size in reversed(mesh.shape.items()):
         if name in named:

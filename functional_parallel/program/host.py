@@ -1,7 +1,4 @@
-"""Find the ops of a program that involve the host: it waits for the device there, or computes in main memory.
-
-A CUDA graph has neither kind: what the host computed or read while kernels were recorded would stay as it was.
-"""
+"""Find the ops of a program that involve the host: it waits for the device there, or computes in main memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Predict the bytes of live tensors at each op of a program, before it runs.
-
-Values are freed after their last use, views share the storage of their base, and inputs stay alive. Memory that
-kernels use internally, and rounding by an allocator, are not counted.
-"""
+"""Predict the bytes of live tensors at each op of a program, before it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir import Role, Traced, info, operands_of, primitive_name, residuals
+from ..ir import Role, Traced, info, operands_of, primitive_name, reached, residuals
 from . import extra_memory
 from .aliasing import mutated_operands, view_base
 from .explain import readable_bytes
@@ -239,10 +235,9 @@ def kind_of_input(node: fx.Node) -> str:
 
 
 def _with_views(node: fx.Node) -> list[fx.Node]:
-    found = [node]
-    for each in found:
-        found += [user for user in each.users if user.op == "call_function" and view_base(user) is each]
-    return found
+    return list(
+        reached([node], lambda n: [user for user in n.users if user.op == "call_function" and view_base(user) is n])
+    )
 
 
 def _short(node: fx.Node) -> str:

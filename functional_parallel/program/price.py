@@ -1,8 +1,4 @@
-"""Predict the cost of a step from its program alone, without tensors or ranks, for a mesh of any size.
-
-A rank computes ops in the order of `overlap` and communicates at the same time. An op takes the longer of its products
-and its memory traffic. Exposed time is time in which a rank waits for a collective and does nothing else.
-"""
+"""Predict the cost of a step from its program alone, without tensors or ranks, for a mesh of any size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What ops move or cast: parameters, their gradients or new values, each with its path and the line that uses it.
-
-Roles are found in the recorded step, from its inputs, its results and the forward op of each backward op.
-"""
+"""What ops move or cast: parameters, their gradients or new values, each with its path and the line that uses it."""
 
 from __future__ import annotations
 

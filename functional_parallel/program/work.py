@@ -24,17 +24,7 @@ _TAKE = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, a
 
 
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of a product, a convolution or a fused attention; 0 for all other ops.
-
-    Two flops per multiplication and addition, as in torch's own counter.
-
-    >>> import torch, functional_parallel as fp
-    >>> from sharding_specs import Mesh
-    >>> step = fp.compile(fp.data_parallel("data")(lambda w, x: (x @ w).sum()), Mesh(data=1))
-    >>> program = step.lower(torch.ones(8, 4), torch.ones(16, 8))
-    >>> sum(map(flops, program.traced.nodes)) == 2 * 16 * 8 * 4
-    True
-    """
+    """Floating-point operations of a product, a convolution or a fused attention; 0 for other ops."""
     from torch.utils.flop_counter import flop_registry  # lazy, because it searches for optional packages
 
     target = node.target

@@ -62,12 +62,7 @@ def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
 
 
 def use_runtime(runtime: Runtime[Any, Any]) -> None:
-    """Use this runtime for its mesh from now on, for example one with a shorter timeout or with ordered sums.
-
-    >>> from sharding_specs import Mesh
-    >>> from functional_parallel.runtime import SimulatedRuntime
-    >>> use_runtime(SimulatedRuntime(Mesh(data=2), deduplicate=False))
-    """
+    """Use this runtime for its mesh from now on, for example one with a shorter timeout or with ordered sums."""
     _chosen[runtime.mesh] = (runtime, _world() if isinstance(runtime, ProcessRuntime) else None)
 
 

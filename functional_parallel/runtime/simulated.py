@@ -25,16 +25,7 @@ SimulatedValue = list[torch.Tensor]
 
 
 class SimulatedRuntime(Runtime[SimulatedValue, Program]):
-    """Runs programs on simulated ranks. A handle is a list of tensors, one per class of ranks.
-
-    With `deduplicate`, a value is computed once for all ranks on which it is equal; else once per rank.
-
-    >>> import torch
-    >>> from sharding_specs import Mesh, P
-    >>> runtime = SimulatedRuntime(Mesh(data=2, tensor=2))
-    >>> [part.tolist() for part in runtime.shard(torch.arange(4), P("data"))]
-    [[0, 1], [2, 3]]
-    """
+    """Runs programs on simulated ranks. A handle is a list of tensors, one per class of ranks."""
 
     holders = "simulated ranks"
     is_simulated = True

@@ -1,8 +1,4 @@
-"""A pipeline schedule as data: the ordered actions of each rank, and the rank of each stage.
-
-A stage runs the forward (F), the gradient of its input (I) and that of its weights (W) of a microbatch; B is I and W
-combined. Messages follow from the order (`messages`), and times follow from costs (`simulate`).
-"""
+"""A pipeline schedule as data: messages follow from the order (`messages`), and times from costs (`simulate`)."""
 
 from __future__ import annotations
 

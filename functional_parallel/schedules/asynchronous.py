@@ -1,7 +1,4 @@
-"""PipeDream schedules: updates run while the pipeline stays full, so weights have versions.
-
-The backward of a microbatch uses the weights of its forward, so a stage keeps the versions in flight (weight stashing).
-"""
+"""PipeDream schedules: updates run while the pipeline stays full, so weights have versions."""
 
 from __future__ import annotations
 

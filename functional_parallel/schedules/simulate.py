@@ -1,8 +1,4 @@
-"""Simulation of a schedule: start and end of each action, for given costs of actions and transfers.
-
-An action starts when its rank is free and its inputs have arrived. Sends run in the background, one after another. The
-span bubble counts idle time only between the first and the last action of a rank.
-"""
+"""Simulation of a schedule: start and end of each action, for given costs of actions and transfers."""
 
 from __future__ import annotations
 

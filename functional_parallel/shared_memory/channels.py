@@ -1,7 +1,4 @@
-"""Messages between ranks of one host: the sender writes them into memory that the receiver maps.
-
-A rank that waits receives all other messages too, so two ranks that wait for each other's memory both continue.
-"""
+"""Messages between ranks of one host: the sender writes them into memory that the receiver maps."""
 
 from __future__ import annotations
 

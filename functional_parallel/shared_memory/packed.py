@@ -12,12 +12,7 @@ from ..ops import packed, run_of
 
 
 class ConcatReader:
-    """Reader of tensors that are concatenated along their last dim. It releases each tensor once it is read.
-
-    >>> tensors = ConcatReader([torch.tensor([1, 2, 3]), torch.tensor([4])])
-    >>> tensors.next(2), tensors.next(2)
-    ([tensor([1, 2])], [tensor([3]), tensor([4])])
-    """
+    """Reader of tensors that are concatenated along their last dim. It releases each tensor once it is read."""
 
     __slots__ = ("_current", "_done", "_rest")
 
@@ -44,11 +39,7 @@ class ConcatReader:
 class LazyBucket:
     """The result of `fp.pack`, before any tensor is copied. Packing releases the tensors.
 
-    >>> LazyBucket([torch.tensor([[1, 2], [3, 4]]), torch.tensor([5, 6])], 2, [1, 0]).whole()
-    tensor([1, 3, 5, 2, 4, 6])
-
-    The tensors have one dtype and device. Each is split along its dim into one chunk per rank, for the rank's run of
-    the bucket. `given_up` tells whose memory may be overwritten; None means that all tensors are still needed.
+    `given_up` tells whose memory may be overwritten; None means that all tensors are still needed.
     """
 
     __slots__ = ("_dims", "_given_up", "_runs", "device", "dtype", "length", "nbytes", "parts", "shape", "tensors")

@@ -16,11 +16,7 @@ _BY_THE_BACKEND = ("ppermute", "pbroadcast", *OWNED)
 
 
 class SharedMemorySizes(ExtraMemory):
-    """Bytes of shared memory that a rank uses beside its tensors.
-
-    >>> SharedMemorySizes().of_messages([100, 100, 100 << 20])       # what is large goes another way
-    256
-    """
+    """Bytes of shared memory that a rank uses beside its tensors."""
 
     def of_collectives(self, collectives: Iterable[Collective], mesh: Mesh) -> int:
         halves: dict[tuple[str, ...], int] = {}

@@ -25,10 +25,6 @@ def places(count: int, length: int, itemsize: int) -> list[slice]:
 
 
 def slot_bytes(count: int, length: int, itemsize: int) -> int:
-    """Return the bytes that a collective uses in every rank's memory. The arguments are those of `places`.
-
-    >>> slot_bytes(1, 1000, 4), slot_bytes(1, 1_000_000, 4)
-    (4032, 2097152)
-    """
+    """Return the bytes that a collective uses in every rank's memory. The arguments are those of `places`."""
     found = places(count, length, itemsize)
     return min(len(found), 2 * AHEAD) * count * aligned(found[0].stop * itemsize)

@@ -61,16 +61,7 @@ class FlatOutputs:
 
 
 class DirectOutputs:
-    """Tensors into which runs are written as they arrive.
-
-    >>> leaves = DirectOutputs(BucketLayout(2, ((0, (2, 1), 1), (2, (1,), 0))), torch.int64, torch.device("cpu"))
-    >>> leaves.write(0, 0, torch.tensor([1, 2, 5]))
-    >>> leaves.write(1, 0, torch.tensor([3]))  # in pieces, from the first to the last
-    >>> leaves.write(1, 1, torch.tensor([4, 6]))
-    >>> leaves.take(0), leaves.take(1)
-    (tensor([[1, 3],
-            [2, 4]]), tensor([5, 6]))
-    """
+    """Tensors into which runs are written as they arrive, in pieces from the first to the last."""
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._leaves: list[Any] = []

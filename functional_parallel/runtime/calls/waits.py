@@ -67,11 +67,7 @@ def note_step(step: int | None) -> None:
 
 
 def rank_name(mesh: Mesh, rank: int) -> str:
-    """Return a rank's name in messages: its global rank and its mesh coordinates.
-
-    >>> rank_name(Mesh(data=2, tensor=2), 3)
-    'rank 3 (data=1, tensor=1)'
-    """
+    """Return a rank's name in messages: its global rank and its mesh coordinates."""
     coordinates = ", ".join(f"{axis}={index}" for axis, index in mesh.coordinates(rank).items())
     return f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
 

@@ -1,7 +1,4 @@
-"""Find the op that computed a non-finite value: run op by op, and follow non-finite operands back from the results.
-
-Infinite values that a model writes on purpose, as in an attention mask, count as finite until an op makes a NaN.
-"""
+"""Find the op that computed a non-finite value: run op by op, and follow non-finite operands back from the results."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from ...ir import (
     named_arguments,
     operands_of,
     primitive_name,
+    reached,
     set_info,
     source_of,
     topological_order,
@@ -245,11 +246,7 @@ class _RegionBuilder:
 
 
 def _needed(inside: Mapping[fx.Node, Any], results: Sequence[fx.Node]) -> list[fx.Node]:
-    needed, waiting = set(results), list(results)
-    while waiting:
-        fresh = [each for each in operands_of(waiting.pop()) if each in inside and each not in needed]
-        needed.update(fresh)
-        waiting += fresh
+    needed = reached(results, lambda node: [each for each in operands_of(node) if each in inside])
     return [node for node in inside if node in needed]
 
 

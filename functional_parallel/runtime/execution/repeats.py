@@ -11,14 +11,7 @@ _CANDIDATES = 16
 
 
 def cuts_between_repeats(tokens: Sequence[Hashable], crossing: Sequence[int]) -> list[int]:
-    """Return ascending positions before which to cut a sequence, so that its repeats become equal pieces.
-
-    >>> cuts_between_repeats([*"<", *"abcdefghijklmnopqrstuvwxyz" * 3, *">"], [0] * 80)
-    [1, 27, 53, 79]
-
-    `crossing` is the cost of a cut before each element; repeating stretches are cut in the cheapest way. There are no
-    cuts if no run of copies has more than 64 elements.
-    """
+    """Return positions before which to cut, where it costs least, so that repeats become equal pieces."""
     cuts: set[int] = set()
     open_ = [(0, len(tokens))]
     while open_:

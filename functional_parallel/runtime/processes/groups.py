@@ -1,7 +1,4 @@
-"""Process groups of a mesh: one per set of ranks that differ only along some axes, all created together.
-
-Ranks that created them on first use, in different orders, would hang.
-"""
+"""Process groups of a mesh: one per set of ranks that differ only along some axes, all created together."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,12 @@ from sharding_specs import Mesh
 
 from ...collectives import CollectiveCall, are_bound, bind, reference
 from ...errors import BackendError
-from ..calls import CallLog, CollectiveWait, NamedWait, Operand, PendingCollective, rank_name
-from ..joined import cat_or_view
-from .backend import TorchCollectives
+from ..calls import CallLog, CollectiveWait, NamedWait, Operand, PendingCollective, Waitable, rank_name
+from ..joined import as_bytes, cat_or_view, from_bytes
 from .groups import Axes, MeshGroups
 from .messages import Messages
+
+Result = TypeVar("Result")
 
 GATHERED = 1 << 20  # bytes of all ranks: up to this size a maximum gathers all values; above, chunks are exchanged
 _REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
@@ -46,7 +49,6 @@ class ProcessCommunicator:
             _agree(mesh, {"reduction": reduction, "algorithm": algorithm})
         self.doing, self.where = CallLog(rank_name(mesh, self.rank)), ""  # source line of the next collectives
         self._groups = MeshGroups(mesh, self.rank, timeout, self.doing)
-        self._backend = TorchCollectives(self._groups, self.doing)
 
     def bound(self) -> AbstractContextManager[None]:
         return nullcontext() if are_bound(self.mesh.shape, self) else bind(self.mesh.shape, self)
@@ -76,24 +78,35 @@ class ProcessCommunicator:
         return self.start(call, x, operation=operation).tensor()
 
     def _start_psum(self, x: Tensor, axes: Axes, wait: CollectiveWait, overwrite: bool) -> PendingCollective:
-        if self._reduces_itself(x, axes):
-            return self._backend.all_reduce(x, axes, overwrite, wait)
-        return self._backend.all_gather(x, axes, lambda parts: reference.psum(parts)[0], wait)
+        if not self._reduces_itself(x, axes):
+            return self._gathered(x, axes, lambda parts: reference.psum(parts)[0], wait)
+        in_place = overwrite and x.is_contiguous()
+        result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
+        handle = self._groups.over(axes).handle
+        return self._started(wait, axes, lambda: dist.all_reduce(result, group=handle, async_op=True), lambda: result)
 
     def _start_psum_scatter(self, x: Tensor, axes: Axes, wait: CollectiveWait, dim: int) -> PendingCollective:
-        if self.reduction == "fast" and self._groups.over(axes).backend == "nccl":
-            return self._backend.reduce_scatter(x, axes, dim, wait)
-        chunks = x.chunk(self._groups.over(axes).size, dim)
-        return self._backend.all_to_all(x, chunks, axes, lambda parts: reference.psum(parts)[0], wait)
+        members = self._groups.over(axes)
+        chunks = x.detach().chunk(members.size, dim)
+        if self.reduction != "fast" or members.backend != "nccl":
+            return self._exchanged(x, chunks, axes, lambda parts: reference.psum(parts)[0], wait)
+        sent = torch.stack(members.by_seat(chunks))
+        result = torch.empty_like(sent[0])
+        return self._started(
+            wait,
+            axes,
+            lambda: dist.reduce_scatter_tensor(result, sent, group=members.handle, async_op=True),
+            lambda: result,
+        )
 
     def _start_all_gather(self, x: Tensor, axes: Axes, wait: CollectiveWait, dim: int) -> PendingCollective:
-        return self._backend.all_gather(x, axes, lambda parts: cat_or_view(parts, dim), wait)
+        return self._gathered(x, axes, lambda parts: cat_or_view(parts, dim), wait)
 
     def _start_all_to_all(
         self, x: Tensor, axes: Axes, wait: CollectiveWait, split_dim: int, concat_dim: int
     ) -> PendingCollective:
         chunks = x.detach().resolve_conj().resolve_neg().chunk(self._groups.over(axes).size, split_dim)
-        return self._backend.all_to_all(x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim), wait)
+        return self._exchanged(x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim), wait)
 
     def ppermute(self, x: Tensor, axes: Axes, pairs: Sequence[int]) -> Tensor:
         """Exchange in which each rank sends to at most one rank. All take part, so no order can deadlock."""
@@ -107,7 +120,7 @@ class ProcessCommunicator:
         def finish(received: list[Tensor]) -> Tensor:
             return received[sources[me]] if me in sources else torch.zeros_like(x)
 
-        return self._backend.all_to_all(x, to_send, axes, finish, self._wait("ppermute", x, axes), expected).tensor()
+        return self._exchanged(x, to_send, axes, finish, self._wait("ppermute", x, axes), expected).tensor()
 
     def pmax(self, x: Tensor, axes: Axes) -> Tensor:
         return self._extreme("pmax", x, axes, reference.pmax)
@@ -127,13 +140,13 @@ class ProcessCommunicator:
         return self.all_gather(among(chunks)[0], axes, 0, operation)[: x.numel()].view(x.shape)
 
     def pbroadcast(self, x: Tensor, axes: Axes, source: int) -> Tensor:
-        return self._backend.broadcast(x, axes, source, self._wait("pbroadcast", x, axes)).tensor()
+        return self._broadcast(x, axes, source, self._wait("pbroadcast", x, axes)).tensor()
 
     # --- values of one rank ---
 
     def broadcast(self, x: Tensor, axes: Axes, owner: int) -> Tensor:
         held = x if self.axis_index(axes) == owner else self._room(x.shape, x.dtype, axes)
-        return self._backend.broadcast(held, axes, owner, self._wait("broadcast", held, axes)).tensor()
+        return self._broadcast(held, axes, owner, self._wait("broadcast", held, axes)).tensor()
 
     def scatter(self, x: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
         chunks = x.chunk(self._groups.over(axes).size, dim)
@@ -141,7 +154,7 @@ class ProcessCommunicator:
         to_send = chunks if self.axis_index(axes) == owner else [nothing] * len(chunks)
         expected = [chunk.shape if rank == owner else (0,) for rank, chunk in enumerate(chunks)]
         wait = self._wait("scatter", nothing, axes)
-        return self._backend.all_to_all(nothing, to_send, axes, lambda parts: parts[owner], wait, expected).tensor()
+        return self._exchanged(nothing, to_send, axes, lambda parts: parts[owner], wait, expected).tensor()
 
     def gather(self, x: Tensor, axes: Axes, dim: int, owner: int) -> Tensor:
         return torch.cat(self._collected("gather", x, axes, owner), dim)
@@ -158,7 +171,7 @@ class ProcessCommunicator:
             return received if is_owner else [x.to("meta")] * ranks
 
         wait = self._wait(operation, x, axes)
-        result: list[Tensor] = self._backend.all_to_all(x, to_send, axes, finish, wait, expected).wait()
+        result: list[Tensor] = self._exchanged(x, to_send, axes, finish, wait, expected).wait()
         return result
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype, axes: Axes) -> Tensor:
@@ -167,6 +180,77 @@ class ProcessCommunicator:
 
     def axis_index(self, axes: Axes) -> int:
         return self.mesh.axis_index(self.rank, axes)
+
+    # --- collectives of the backend ---
+
+    def _gathered(
+        self, x: Tensor, axes: Axes, finish: Callable[[list[Tensor]], Result], wait: CollectiveWait
+    ) -> PendingCollective:
+        members = self._groups.over(axes)
+        mine = as_bytes(x)
+        buffer = mine.new_empty(members.size * mine.numel())
+        parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * members.size)
+        is_nccl = members.backend == "nccl"
+        gather = partial(dist.all_gather_into_tensor, buffer) if is_nccl else partial(dist.all_gather, parts)
+        return self._started(
+            wait,
+            axes,
+            lambda: gather(mine, members.handle, async_op=True),
+            lambda: finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)]),
+        )
+
+    def _exchanged(
+        self,
+        x: Tensor,
+        chunks: Sequence[Tensor],
+        axes: Axes,
+        finish: Callable[[list[Tensor]], Result],
+        wait: CollectiveWait,
+        expected: Sequence[Sequence[int]] | None = None,
+    ) -> PendingCollective:
+        shapes = [torch.Size(shape) for shape in expected or [chunk.shape for chunk in chunks]]
+        members = self._groups.over(axes)
+        to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]
+        lengths = [part.numel() for part in to_send]
+        sent = cat_or_view(to_send, 0)
+        sizes = [0] * len(shapes)
+        for seat, shape in zip(members.seats, shapes, strict=True):
+            sizes[seat] = shape.numel() * x.element_size()
+        received = sent.new_empty(sum(sizes))
+
+        def end() -> Result:
+            parts = zip(members.in_order(received.split(sizes)), shapes, strict=True)
+            return finish([from_bytes(part, x).reshape(shape) for part, shape in parts])
+
+        return self._started(
+            wait,
+            axes,
+            lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
+            end,
+        )
+
+    def _broadcast(self, x: Tensor, axes: Axes, source: int, wait: CollectiveWait) -> PendingCollective:
+        members = self._groups.over(axes)
+        buffer = as_bytes(x).clone()
+        return self._started(
+            wait,
+            axes,
+            lambda: dist.broadcast(buffer, members.ranks[source], members.handle, async_op=True),
+            lambda: from_bytes(buffer, x).reshape(x.shape),
+        )
+
+    def _started(
+        self, wait: CollectiveWait, axes: Axes, start: Callable[[], Waitable | None], finish: Callable[[], Any]
+    ) -> PendingCollective:
+        self.doing.announce()
+        roll_call = self._groups.over(axes).roll_call
+
+        def start_together() -> Waitable | None:
+            if roll_call is not None:  # first, because gloo ends a process that receives more than it expects
+                roll_call.ask().wait()
+            return start()
+
+        return PendingCollective(start_together, finish, wait)
 
     # --- queries ---
 

@@ -1,7 +1,4 @@
-"""State of all ranks as known to rank 0, and the reasons to end their waits.
-
-A wait is in vain in a call that another rank left by an error, or never makes. Long computations only delay others.
-"""
+"""State of all ranks as known to rank 0, and the reasons to end waits; what only delays others is none."""
 
 from __future__ import annotations
 
