@@ -1,6 +1,5 @@
 """Checkpoints: sharded, atomic, verified, without pickle, and restored onto any mesh and plan."""
 
-from .copies import Copies
 from .folder import TOO_FAST, TRIES, candidates
 from .foreign import consolidate, load
 from .layouts import LeafLayout, Piece, Vector
@@ -10,7 +9,7 @@ from .peers import Peers
 from .plan import SavePlan, plan_restore, plan_save
 from .positions import load_position, position_to_json
 from .saver import Saver, inspect
-from .saving import Contents, Save, begin_save, require_only
+from .saving import Contents, Copies, Save, begin_save, require_only
 from .trees import tree_from_json, tree_keys, tree_to_json
 
 __all__ = [

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+import torch.distributed as dist
 
 from ..errors import CheckpointError
-
-
-class Store(Protocol):
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,7 @@ class Peers:
     size: int
     ranks: Sequence[int]  # of the mesh, in this process
     exchange: Callable[[Any, str], list[Any]]  # returns the values of all processes, which all call it
-    store: Store | None  # that all processes reach; None for one process
+    store: dist.Store | None  # that all processes reach; None for one process
     missing: Callable[[], str]  # returns text on a process that died, else ""
     timeout: float  # seconds that a process waits for the others
 

@@ -7,10 +7,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ..quantities import is_positive_int
-from .copies import Copies
 from .folder import newest
 from .opened import Checkpoint
-from .saving import Save, require_only
+from .saving import Copies, Save, require_only
 
 
 class Saves(Protocol):

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .memory import SharedMemory
+from .memory import CollectiveSteps, SharedMemory
 from .packed import ConcatReader, LazyBucket, Operand
-from .running import CollectiveSteps
 from .slots import AHEAD, aligned, places, slot_bytes
 from .unpacked import DirectOutputs
 

@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ..runtime import CURRENT, GroupWaits, Waitable, is_ahead
 from .channels import Channels
-from .running import CollectiveSteps, RunningCollective
 from .slots import HALF, ROOM, SMALL_HALF, aligned
 
 _MOST_IN_A_HALF = 32  # the signals in flight must fit a socket's buffer
@@ -34,6 +33,31 @@ _MOST_NOTICES = 8  # notices that may be unread at the same time
 _LOOK_EVERY = 1.0  # seconds between checks for findings of the watch
 _WHENEVER = -1  # replaces the call id in a signal that belongs to no call
 _MADV_POPULATE_WRITE = 23  # of Linux; Python does not define it
+
+# They run to the first `yield` at the start of a collective, and to the end at its wait; they yield what to wait for.
+CollectiveSteps = Generator[Sequence[Waitable], None, None]
+
+
+class RunningCollective:
+    __slots__ = ("_awaited", "_steps")
+
+    def __init__(self, steps: CollectiveSteps) -> None:
+        self._steps: CollectiveSteps | None = steps
+        self._awaited: Sequence[Waitable] = ()
+        self.step()
+
+    def wait(self) -> None:
+        while self._steps is not None:
+            self.step()
+
+    def step(self) -> None:
+        assert self._steps is not None
+        for message in self._awaited:
+            message.wait()
+        try:
+            self._awaited = next(self._steps)
+        except StopIteration:
+            self._steps, self._awaited = None, ()
 
 
 @dataclass(slots=True, eq=False)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..runtime import PendingCollective, cat_or_view
 from . import collectives, slots
-from .memory import SharedMemory
+from .memory import CollectiveSteps, SharedMemory
 from .packed import LazyBucket, Operand, to_tensor
-from .running import CollectiveSteps
 from .unpacked import BucketLayout, BucketOutput, DirectOutputs, FlatOutputs, SlicedBucket
 
 Started = tuple[CollectiveSteps, Callable[[], Tensor | BucketOutput]]

@@ -7,9 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 from sharding_specs import Mesh
 
@@ -82,13 +80,13 @@ class NamedWait:
 
     __slots__ = ("_what", "mesh", "rank", "ranks", "where")
 
-    def __init__(self, mesh: Mesh, rank: int, ranks: Sequence[int], what: str = "") -> None:
+    def __init__(self, mesh: Mesh, rank: int, ranks: Sequence[int], what: str | Callable[[], str]) -> None:
         self.mesh, self.rank, self.ranks, self._what = mesh, rank, ranks, what
         self.where = ""
 
     @property
     def what(self) -> str:
-        return self._what
+        return self._what if isinstance(self._what, str) else self._what()
 
     @property
     def me(self) -> str:
@@ -145,25 +143,3 @@ def _call() -> str:
         return ""
     step = "" if CURRENT.step is None else f" in step {CURRENT.step}"
     return f"{step} (call {CURRENT.count}, which {CURRENT.calls[-1]})"
-
-
-class Operand(Protocol):
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-class CollectiveWait(NamedWait):
-    __slots__ = ("_axes", "_dtype", "_operation", "_shape")
-
-    def __init__(
-        self, mesh: Mesh, rank: int, ranks: Sequence[int], operation: str, x: Operand, axes: tuple[str, ...]
-    ) -> None:
-        super().__init__(mesh, rank, ranks)
-        self._operation, self._axes, self._shape, self._dtype = operation, axes, x.shape, x.dtype
-
-    @property
-    def what(self) -> str:
-        dtype = str(self._dtype).removeprefix("torch.")
-        return f"{self._operation} over {self._axes} of {dtype}{list(self._shape)}"

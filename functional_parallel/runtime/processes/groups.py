@@ -14,9 +14,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from ..calls import CallLog, GroupWaits, ProcessGroupRef, Waitable, rank_name
+from ..calls import CallLog, GroupWaits, ProcessGroupRef, rank_name
 from ..watch import recorded
-from .messages import COMPLETED, ROLL_CALL, TAG_BITS, TaggedMessages
+from .messages import ROLL_CALL, TAG_BITS, TaggedMessages
 
 _MOST_AXES_TOGETHER = 3
 Axes = tuple[str, ...]
@@ -32,10 +32,10 @@ class AxisGroup:
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(self.handle))
         # before bytes of one call are used for another; None if the check would take time on a device
-        self.roll_call: _CallCheck | None = None
+        self.call_check: _CallCheck | None = None
         if self.backend in ("gloo", "mpi4py"):
             others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all begin with one rank
-            self.roll_call = _CallCheck(others, TaggedMessages(handle, self.seats, lambda: ROLL_CALL), waits)
+            self.call_check = _CallCheck(others, TaggedMessages(handle, self.seats, lambda: ROLL_CALL), waits)
 
     @property
     def handle(self) -> dist.ProcessGroup:
@@ -61,34 +61,21 @@ class _CallCheck:
 
     def __init__(self, others: Sequence[int], messages: TaggedMessages, waits: GroupWaits) -> None:
         self._others, self._messages, self._waits = others, messages, waits
-        self._asked = 0  # no call yet
-        self._answer: Waitable = COMPLETED
+        self._checked = 0  # no call yet
 
-    def ask(self) -> Waitable:
-        """Send this rank's id, once per call. Waiting for the answer raises if a rank makes a different call."""
-        if self._waits.doing.mark != self._asked:
-            self._asked = self._waits.doing.mark
-            self._answer = _Answer(self._others, self._messages, self._waits)
-        return self._answer
-
-
-class _Answer:
-    def __init__(self, others: Sequence[int], messages: TaggedMessages, waits: GroupWaits) -> None:
-        self._waits = waits
-        self._mine = torch.tensor([waits.doing.mark], dtype=torch.int64, device="cpu")  # kept until it is sent
-        self._marks = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in others}
-        receiving = [messages.receive(mark, rank) for rank, mark in self._marks.items()]
-        self._under_way = [*receiving, *(messages.send(self._mine, rank) for rank in self._marks)]
-
-    def wait(self) -> None:
-        if not self._under_way:
+    def run(self) -> None:
+        mark = self._waits.doing.mark
+        if mark == self._checked:
             return
-        for message in self._under_way:
+        mine = torch.tensor([mark], dtype=torch.int64, device="cpu")
+        marks = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in self._others}
+        receiving = [self._messages.receive(found, rank) for rank, found in marks.items()]
+        for message in [*receiving, *(self._messages.send(mine, rank) for rank in marks)]:
             message.wait()
-        for rank, mark in self._marks.items():
-            if int(mark) != int(self._mine):
-                self._waits.doing.refuse(int(mark), self._waits.name(rank))
-        self._under_way = []
+        for rank, found in marks.items():
+            if int(found) != mark:
+                self._waits.doing.refuse(int(found), self._waits.name(rank))
+        self._checked = mark
 
 
 class MeshGroups:

@@ -80,32 +80,28 @@ class PointToPoint:
     def _post_each(self, values: Sequence[torch.Tensor], rank: int, name: Send | int) -> None:
         for value in values:
             buffer = as_bytes(value)
-            with _MessageWait(self.carrier, self.axes, name).noted(kinds=_KINDS):  # for free space
+            with _wait_for(self.carrier, self.axes, name).noted(kinds=_KINDS):  # for free space
                 work = self._messages.send(buffer, rank)
             if work is not COMPLETED:
                 self._sent.append((work, buffer, name))
 
     def _wait(self, work: Waitable, name: Send | Receive | int, began: float) -> None:
-        with _MessageWait(self.carrier, self.axes, name).noted(began, kinds=_KINDS):
+        with _wait_for(self.carrier, self.axes, name).noted(began, kinds=_KINDS):
             work.wait()
 
 
-class _MessageWait(NamedWait):
-    __slots__ = ("_name",)
+def _wait_for(carrier: ProcessCommunicator, axes: Sequence[str], name: Send | Receive | int) -> NamedWait:
+    group = next(group for group in carrier.mesh.groups(axes) if carrier.rank in group)
+    other = group[name if isinstance(name, int) else name.rank]
 
-    def __init__(self, carrier: ProcessCommunicator, axes: Sequence[str], name: Send | Receive | int) -> None:
-        mesh, rank, other = carrier.mesh, carrier.rank, name if isinstance(name, int) else name.rank
-        group = next(group for group in mesh.groups(axes) if rank in group)
-        super().__init__(mesh, rank, [group[other]])
-        self._name = name
-
-    @property
-    def what(self) -> str:
-        peer = rank_name(self.mesh, self.ranks[0])
-        if isinstance(self._name, int):
+    def what() -> str:
+        peer = rank_name(carrier.mesh, other)
+        if isinstance(name, int):
             return f"exchange with {peer}"
-        verb, preposition = ("send", "to") if isinstance(self._name, Send) else ("receive", "from")
-        return f"{verb} {self._name.action} {preposition} {peer}"
+        verb, preposition = ("send", "to") if isinstance(name, Send) else ("receive", "from")
+        return f"{verb} {name.action} {preposition} {peer}"
+
+    return NamedWait(carrier.mesh, carrier.rank, [other], what)
 
 
 def _sizes(avals: Sequence[Aval]) -> list[tuple[torch.dtype, int]]:

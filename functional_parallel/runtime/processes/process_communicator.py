@@ -16,7 +16,7 @@ from sharding_specs import Mesh
 
 from ...collectives import CollectiveCall, are_bound, bind, reference
 from ...errors import BackendError
-from ..calls import CallLog, CollectiveWait, NamedWait, Operand, PendingCollective, Waitable, rank_name
+from ..calls import CallLog, NamedWait, PendingCollective, Waitable, rank_name
 from ..joined import as_bytes, cat_or_view, from_bytes
 from .groups import Axes, MeshGroups
 from .messages import Messages
@@ -77,7 +77,7 @@ class ProcessCommunicator:
         call = CollectiveCall("all_to_all", None, axes, split_dim=split_dim, concat_dim=concat_dim)
         return self.start(call, x, operation=operation).tensor()
 
-    def _start_psum(self, x: Tensor, axes: Axes, wait: CollectiveWait, overwrite: bool) -> PendingCollective:
+    def _start_psum(self, x: Tensor, axes: Axes, wait: NamedWait, overwrite: bool) -> PendingCollective:
         if not self._reduces_itself(x, axes):
             return self._gathered(x, axes, lambda parts: reference.psum(parts)[0], wait)
         in_place = overwrite and x.is_contiguous()
@@ -85,7 +85,7 @@ class ProcessCommunicator:
         handle = self._groups.over(axes).handle
         return self._started(wait, axes, lambda: dist.all_reduce(result, group=handle, async_op=True), lambda: result)
 
-    def _start_psum_scatter(self, x: Tensor, axes: Axes, wait: CollectiveWait, dim: int) -> PendingCollective:
+    def _start_psum_scatter(self, x: Tensor, axes: Axes, wait: NamedWait, dim: int) -> PendingCollective:
         members = self._groups.over(axes)
         chunks = x.detach().chunk(members.size, dim)
         if self.reduction != "fast" or members.backend != "nccl":
@@ -99,11 +99,11 @@ class ProcessCommunicator:
             lambda: result,
         )
 
-    def _start_all_gather(self, x: Tensor, axes: Axes, wait: CollectiveWait, dim: int) -> PendingCollective:
+    def _start_all_gather(self, x: Tensor, axes: Axes, wait: NamedWait, dim: int) -> PendingCollective:
         return self._gathered(x, axes, lambda parts: cat_or_view(parts, dim), wait)
 
     def _start_all_to_all(
-        self, x: Tensor, axes: Axes, wait: CollectiveWait, split_dim: int, concat_dim: int
+        self, x: Tensor, axes: Axes, wait: NamedWait, split_dim: int, concat_dim: int
     ) -> PendingCollective:
         chunks = x.detach().resolve_conj().resolve_neg().chunk(self._groups.over(axes).size, split_dim)
         return self._exchanged(x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim), wait)
@@ -184,7 +184,7 @@ class ProcessCommunicator:
     # --- collectives of the backend ---
 
     def _gathered(
-        self, x: Tensor, axes: Axes, finish: Callable[[list[Tensor]], Result], wait: CollectiveWait
+        self, x: Tensor, axes: Axes, finish: Callable[[list[Tensor]], Result], wait: NamedWait
     ) -> PendingCollective:
         members = self._groups.over(axes)
         mine = as_bytes(x)
@@ -205,7 +205,7 @@ class ProcessCommunicator:
         chunks: Sequence[Tensor],
         axes: Axes,
         finish: Callable[[list[Tensor]], Result],
-        wait: CollectiveWait,
+        wait: NamedWait,
         expected: Sequence[Sequence[int]] | None = None,
     ) -> PendingCollective:
         shapes = [torch.Size(shape) for shape in expected or [chunk.shape for chunk in chunks]]
@@ -229,7 +229,7 @@ class ProcessCommunicator:
             end,
         )
 
-    def _broadcast(self, x: Tensor, axes: Axes, source: int, wait: CollectiveWait) -> PendingCollective:
+    def _broadcast(self, x: Tensor, axes: Axes, source: int, wait: NamedWait) -> PendingCollective:
         members = self._groups.over(axes)
         buffer = as_bytes(x).clone()
         return self._started(
@@ -240,22 +240,27 @@ class ProcessCommunicator:
         )
 
     def _started(
-        self, wait: CollectiveWait, axes: Axes, start: Callable[[], Waitable | None], finish: Callable[[], Any]
+        self, wait: NamedWait, axes: Axes, start: Callable[[], Waitable | None], finish: Callable[[], Any]
     ) -> PendingCollective:
         self.doing.announce()
-        roll_call = self._groups.over(axes).roll_call
+        call_check = self._groups.over(axes).call_check
 
         def start_together() -> Waitable | None:
-            if roll_call is not None:  # first, because gloo ends a process that receives more than it expects
-                roll_call.ask().wait()
+            if call_check is not None:  # first, because gloo ends a process that receives more than it expects
+                call_check.run()
             return start()
 
         return PendingCollective(start_together, finish, wait)
 
     # --- queries ---
 
-    def _wait(self, operation: str, x: Operand, axes: Axes, where: str = "") -> CollectiveWait:
-        wait = CollectiveWait(self.mesh, self.rank, self._groups.over(axes).ranks, operation, x, axes)
+    def _wait(self, operation: str, x: Any, axes: Axes, where: str = "") -> NamedWait:
+        shape, dtype = list(x.shape), x.dtype  # `x` itself may be freed before
+
+        def what() -> str:
+            return f"{operation} over {axes} of {str(dtype).removeprefix('torch.')}{shape}"
+
+        wait = NamedWait(self.mesh, self.rank, self._groups.over(axes).ranks, what)
         wait.where = where or self.where
         return wait
 
