@@ -81,16 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     memory = commands.add_parser(
         "memory", help="the bytes that each rank holds of a model's parameters, or to train it"
     )
-    memory.add_argument(
-        "--zero", type=int, choices=range(4), help="also count gradients and optimizer at this stage of ZeRO"
-    )
+    also = "also count gradients and optimizer at this stage of ZeRO"
+    memory.add_argument("--zero", type=int, choices=range(4), help=also)
     memory.add_argument("--axis", default="data", help="the mesh axis of --zero")
-    memory.add_argument(
-        "--pipe", help=f"the mesh axis of a pipeline, which cuts stacks of layers; {_PIPE!r} if the mesh has it"
-    )
-    memory.add_argument(
-        "--convention", choices=sorted(CONVENTIONS), default="zero", help="bytes per parameter that --zero counts"
-    )
+    cuts = f"the mesh axis of a pipeline, which cuts stacks of layers; {_PIPE!r} if the mesh has it"
+    memory.add_argument("--pipe", help=cuts)
+    counts = "bytes per parameter that --zero counts"
+    memory.add_argument("--convention", choices=sorted(CONVENTIONS), default="zero", help=counts)
     memory.set_defaults(run=_memory)
 
     saved = commands.add_parser("checkpoint", help="what a checkpoint has; verify it, compare it, or consolidate it")
@@ -199,10 +196,10 @@ def _memory(chosen: argparse.Namespace) -> str:
             "by train.lower(params, *batch).memory()"
         )
     rows = sorted(memory_table(params, specs, mesh), key=lambda row: -row.bytes)
-    total, lines = (
-        (sum(row.bytes for row in rows), []) if chosen.zero is None else _to_train(chosen, params, specs, mesh, used)
-    )
-    used |= {chosen.axis} if chosen.zero is not None else set()
+    total, lines = sum(row.bytes for row in rows), list[str]()
+    if chosen.zero is not None:
+        total, lines = _to_train(chosen, params, specs, mesh, used)
+        used |= {chosen.axis}
     idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
     lines += [f"mesh axis {axis!r} splits nothing: its {mesh.axis_size(axis)} ranks hold the same" for axis in idle]
     if unused:
@@ -218,17 +215,13 @@ def _to_train(
     pipe = chosen.pipe or _PIPE
     others = [tensor_parallel(axis, specs) for axis in reversed(mesh.axes) if axis in used - {chosen.axis, pipe}]
     ranks = mesh.shape.get(pipe, 1)
-    last = (
-        [pipeline(pipe, specs if pipe in used else None, microbatches=2 * ranks)] if ranks > 1 or pipe in used else []
-    )
+    stacked = specs if pipe in used else None
+    last = [pipeline(pipe, stacked, microbatches=2 * ranks)] if ranks > 1 or pipe in used else []
     at_rest = specs if chosen.zero == 3 and chosen.axis in used else None
     plan = chain(*others, zero(chosen.zero, chosen.axis, at_rest), *last)
     found = estimate(params, mesh, plan, convention=chosen.convention)
-    per_parameter = sum(CONVENTIONS[chosen.convention])
-    kinds = ("parameters", "gradients", "optimizer")
-    parts: list[tuple[str, ...]] = [(name, readable_bytes(getattr(found, name))) for name in kinds]
-    notes = [f"note: {found.note}"] if found.note else []
-    return found.total, [f"{plan}, {per_parameter} bytes per parameter:", *columns(parts), *notes]
+    parts = [line for line in str(found).splitlines() if not line.startswith("total")]
+    return found.total, [f"{plan}, {sum(CONVENTIONS[chosen.convention])} bytes per parameter:", *parts]
 
 
 def _result(chosen: argparse.Namespace, wanted: str) -> tuple[Any, Any]:

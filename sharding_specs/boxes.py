@@ -27,12 +27,10 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.size)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Slices that index the box in the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
@@ -54,11 +52,7 @@ class Box(NamedTuple):
         return Box(self.start, first), Box(tuple(start), tuple(size))
 
     def ends(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the positions of the first and the last element in a contiguous tensor of a shape.
-
-        >>> Box((1, 2), (2, 1)).ends((4, 8))
-        (10, 18)
-        """
+        """Return the positions of the first and the last element in a contiguous tensor of a shape."""
         first = last = 0
         for length, start, count in zip(shape, self.start, self.size, strict=True):
             first, last = first * length + start, last * length + start + count - 1

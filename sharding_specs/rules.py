@@ -170,11 +170,7 @@ def gpt2(axis: str = "tensor") -> dict[str, P]:
 
 
 def llama(axis: str = "tensor") -> dict[str, P]:
-    """Rules of Llama: query, key, value, gate and up by columns, output and down by rows, vocabulary split.
-
-    >>> llama()["*/o_proj/weight"]
-    P(None, 'tensor')
-    """
+    """Rules of Llama: query, key, value, gate and up by columns, output and down by rows, vocabulary split."""
     first = ("q", "k", "v", "gate", "up")
     columns = {f"*/{name}_proj/{kind}": P(axis) for name in first for kind in ("weight", "bias")}
     rows = {f"*/{name}_proj/weight": P(None, axis) for name in ("o", "down")}
@@ -182,11 +178,7 @@ def llama(axis: str = "tensor") -> dict[str, P]:
 
 
 def bert(axis: str = "tensor") -> dict[str, P]:
-    """Rules of BERT: query, key, value and intermediate by columns, outputs by rows, vocabulary split.
-
-    >>> bert()["*/attention/output/dense/weight"]
-    P(None, 'tensor')
-    """
+    """Rules of BERT: query, key, value and intermediate by columns, outputs by rows, vocabulary split."""
     rules = {f"*/self/{name}/{kind}": P(axis) for name in ("query", "key", "value") for kind in ("weight", "bias")}
     rules |= {f"*/intermediate/dense/{kind}": P(axis) for kind in ("weight", "bias")}
     rules |= {"*/attention/output/dense/weight": P(None, axis), "*/output/dense/weight": P(None, axis)}
@@ -195,11 +187,7 @@ def bert(axis: str = "tensor") -> dict[str, P]:
 
 
 def vit(axis: str = "tensor") -> dict[str, P]:
-    """Rules of ViT: query, key, value and the MLP's first layer by columns, outputs and its second layer by rows.
-
-    >>> vit()["*/fc2/weight"]
-    P(None, 'tensor')
-    """
+    """Rules of ViT: query, key, value and the MLP's first layer by columns, outputs and its second layer by rows."""
     first = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "fc1", "intermediate/dense")
     second = ("o_proj", "fc2", "attention/output/dense", "output/dense")
     rules = {f"*/{name}/{kind}": P(axis) for name in first for kind in ("weight", "bias")}

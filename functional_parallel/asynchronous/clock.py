@@ -39,12 +39,10 @@ class Clock:
             raise ValueError(f"{self!r}: jitter is a number of at least 0 and below 1")
 
     def require(self, ranks: int) -> None:
-        """Check that there is a number for each rank."""
         if isinstance(self.seconds, Sequence) and len(self.seconds) != ranks:
             raise ValueError(f"{self!r}: {len(self.seconds)} numbers of seconds for {ranks} ranks; give one for each")
 
     def duration(self, rank: int, step: int) -> float:
-        """Return the seconds of a step of a rank."""
         seconds = self.seconds[rank] if isinstance(self.seconds, Sequence) else self.seconds
         drawn = random.Random(f"{self.seed}/{rank}/{step}").uniform(-1, 1)
         return float(seconds * (1 + self.jitter * drawn))

@@ -37,7 +37,6 @@ class Link:
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, header: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Send a message as soon as the other end reads. The tensors are contiguous, in main memory, and unchanged."""
         sizes = [x.numel() * x.element_size() for x in tensors]
         self._out.put((json.dumps({**header, "sizes": sizes}).encode(), tensors))
 

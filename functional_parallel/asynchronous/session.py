@@ -22,8 +22,6 @@ from .messages import TO_CLIENT, Message, Node
 
 
 class Session:
-    """A rank's part in a run. `templates` has, by kind of message, a tree like the one that it carries."""
-
     def __init__(
         self,
         rank: int,

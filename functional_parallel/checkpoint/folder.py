@@ -90,7 +90,6 @@ class RunFolder:
 
     @classmethod
     def of(cls, disk: Disk, path: Path, nonce: str) -> RunFolder:
-        """Return this process's run folder at a path. The lock is kept until the process ends."""
         found = cls._open.get(path.absolute())
         if found is None or found.process != os.getpid() or not (path / _LOCK).exists():  # the folder was removed
             cls._open[path.absolute()] = found = cls(disk, path, nonce)

@@ -22,7 +22,7 @@ from .folder import committed, newest
 from .format import NAME, Entry
 from .opened import Checkpoint
 from .sums import default_algorithm
-from .trees import tree_from_json, tree_keys, without_leaves
+from .trees import tree_from_json, tree_keys
 
 Made = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]]
 
@@ -77,11 +77,11 @@ def consolidate(path: str | Path, target: str | Path) -> list[Path]:
     """
     path, target = Path(path), Path(target)
     target.mkdir(parents=True, exist_ok=True)
-    if path.is_file() and path.suffix != ".safetensors":
-        return [_write(target / "model.safetensors", _tensors_of_tree(_load_pickle(path)))]
-    if _is_foreign(path):
+    is_pickle = path.is_file() and path.suffix != ".safetensors"
+    if is_pickle or _is_foreign(path):
         with ExitStack() as files:
-            return [_write(target / "model.safetensors", _shards(path, files))]
+            tensors = _tensors_of_tree(_load_pickle(path)) if is_pickle else _shards(path, files)
+            return [_write(target / "model.safetensors", tensors)]
     names = {"params": "model.safetensors", "optimizer": "optimizer.safetensors"}
 
     def write(checkpoint: Checkpoint) -> list[Path]:
@@ -108,8 +108,11 @@ def _params_of(checkpoint: Checkpoint) -> PyTree:
     if checkpoint.body["tree"] is None:
         return {key: make() for key, (_, _, make) in tensors.items()}
     left_out = {name.removeprefix("params/") for name in checkpoint.left_out}
-    tree = without_leaves(checkpoint.body["tree"], left_out)
-    return tree_from_json(tree, lambda key: tensors[key][2]() if key in tensors else numbers[f"params/{key}"])
+
+    def leaf(key: str) -> torch.Tensor | bool | int | float:
+        return tensors[key][2]() if key in tensors else numbers[f"params/{key}"]
+
+    return tree_from_json(checkpoint.body["tree"], leaf, left_out)
 
 
 def _load_pickle(path: Path) -> PyTree:

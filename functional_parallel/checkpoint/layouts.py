@@ -85,7 +85,6 @@ class Piece:
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """Axes that split the piece."""
         return self.spec.axes | frozenset(() if self.vector is None else self.vector.over)
 
     def replicas(self, mesh: Mesh) -> list[tuple[str, Sequence[int]]]:
@@ -107,7 +106,6 @@ class Piece:
         return mesh.rank(found)
 
     def copies(self, mesh: Mesh) -> int:
-        """Return the number of ranks that hold the same."""
         return math.prod(len(indices) for _, indices in self.replicas(mesh))
 
     def is_held(self, coordinates: Coordinates) -> bool:
@@ -182,7 +180,6 @@ class LeafLayout:
                 yield from self.regions(piece, mesh, coordinates)
 
     def writers(self, box: Box, mesh: Mesh) -> list[int]:
-        """Return the ranks that may write elements of a box, each once."""
         pairs = self.split_coordinates(box, mesh)
         return list(dict.fromkeys(piece.writer(coordinates, mesh) for piece, coordinates in pairs))
 

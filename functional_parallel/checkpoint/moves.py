@@ -37,7 +37,6 @@ class MovePlan:
             yield from self._into(wanted, held, process)
 
     def out_of(self, process: int) -> Iterator[Move]:
-        """Yield the moves from a process to others, by leaf; between two processes in the order of `into`."""
         for wanted, held in self.leaves:
             for receiver in sorted(self._receivers(wanted, held, process) - {process}):
                 yield from (move for move in self._into(wanted, held, receiver) if move.sender == process)

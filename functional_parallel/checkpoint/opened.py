@@ -65,10 +65,8 @@ class Checkpoint:
         path = self.path
         try:
             self.body = decode((path / NAME).read_bytes())
-        except OSError as error:
-            raise DamagedCheckpointError(f"{path / NAME}: {error.strerror}") from error
-        except CheckpointError as error:
-            raise DamagedCheckpointError(f"{path / NAME}: {error}") from None
+        except (OSError, CheckpointError) as error:
+            raise DamagedCheckpointError(f"{path / NAME}: {getattr(error, 'strerror', error)}") from error
         try:
             self.plan = replace(plan_from_json(self.body), name=str(path / NAME))
             self.mesh = self.plan.mesh
@@ -184,7 +182,6 @@ class Checkpoint:
         return ShardFile(self.path / name, self.files[name], self.body["sums"])
 
     def fill(self, items: RestorePlan, shards: Mapping[tuple[int, int], torch.Tensor]) -> None:
-        """Read shards, by the index of the held tensor and the rank."""
         for rank in {rank: None for _, rank in shards}:
             mine = [item for item in items.rank(rank) if (item.part.held, rank) in shards]
             covered = Counter[int]()
@@ -196,16 +193,13 @@ class Checkpoint:
             self.read(mine, lambda held, rank=rank: shards[held, rank], rank)  # type: ignore[misc]
 
     def read(self, items: Iterable[ReadItem], held: Callable[[int], torch.Tensor], rank: int = 0) -> None:
-        """Read boxes into held tensors, by their indices. Each file is read once, from its beginning.
-
-        Ranks begin with different files. Each rank reads two files in turn. It reads the second from the page cache,
-        because another rank has just read it from the disk.
-        """
+        """Read boxes into held tensors, by their indices. Each file is read once, from its beginning to its end."""
         work: dict[str, list[tuple[ReadItem, Box, Box]]] = defaultdict(list)
         for item in items:
             for source, common in item.sources:
                 name = self._name(item.leaf.kind, source.rank, source.number)
                 work[name].append((item, source.box, common))
+        # ranks begin with different files, in pairs: another rank has just read the second one from the disk
         names, first = sorted(work), rank % self.mesh.size * len(work) // self.mesh.size
         names = names[first:] + names[:first]
         for pair in (names[index : index + 2] for index in range(0, len(names), 2)):

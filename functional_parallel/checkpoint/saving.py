@@ -49,7 +49,6 @@ class Copies:
         self._held: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}
 
     def of(self, rank: int, items: Sequence[WriteItem], tensors: Tensors) -> Tensors:
-        """Copy the boxes of a rank, and return the function that returns the copies."""
         old, found = self._held, {}
         for item in items:
             name = (rank, item.leaf.kind, item.leaf.key, item.number)
@@ -66,8 +65,6 @@ class Copies:
 
 @dataclass
 class Save:
-    """A save in progress. `run` may be called in a thread; `wait` raises its error."""
-
     peers: Peers
     disk: Disk
     made: Path  # the temporary folder

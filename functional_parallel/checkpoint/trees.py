@@ -61,26 +61,15 @@ def _to_json(tree: PyTree, leaf: Callable[[Any], Any]) -> Any:
     return {"leaf": leaf(tree)}
 
 
-def tree_from_json(made: Mapping[str, Any], leaf: Callable[[Any], Any]) -> PyTree:
+def tree_from_json(made: Mapping[str, Any], leaf: Callable[[Any], Any], left_out: Container[Any] = ()) -> PyTree:
+    """Return the tree, without the leaves that are left out: dicts lack them, and other containers have None."""
     ((name, value),) = made.items()
     if name == "leaf":
-        return leaf(value)
+        return None if value in left_out else leaf(value)
     if name == "None":
         return None
     kind = _TREES[name]
     if issubclass(kind, dict):
-        return kind((key, tree_from_json(each, leaf)) for key, each in value.items())
-    return kind(tree_from_json(each, leaf) for each in value)
-
-
-def without_leaves(made: Mapping[str, Any], left_out: Container[str]) -> dict[str, Any]:
-    """Return a tree as JSON without some leaves: they are left out of dicts, and None elsewhere."""
-    ((name, value),) = made.items()
-    if name == "leaf":
-        return {"None": 0} if value in left_out else dict(made)
-    if name not in _TREES:
-        return dict(made)
-    if not issubclass(_TREES[name], dict):
-        return {name: [without_leaves(each, left_out) for each in value]}
-    kept = {key: each for key, each in value.items() if each.get("leaf") is None or each["leaf"] not in left_out}
-    return {name: {key: without_leaves(each, left_out) for key, each in kept.items()}}
+        kept = ((key, each) for key, each in value.items() if "leaf" not in each or each["leaf"] not in left_out)
+        return kind((key, tree_from_json(each, leaf, left_out)) for key, each in kept)
+    return kind(tree_from_json(each, leaf, left_out) for each in value)

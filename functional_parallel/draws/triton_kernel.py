@@ -15,7 +15,6 @@ _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexp
 
 
 def draw_(out: Tensor, seeds: Tensor, place: Positions, digits: int, least: int | None) -> None:
-    """Fill `out`, with the dims of `seeds` first, by uniform numbers, or by whether they are not less than `least`."""
     layout, offset = [], 0
     for size, stride in zip(place.sizes, place.strides, strict=True):
         layout += [size, stride, -1 if stride else offset]

@@ -93,7 +93,6 @@ class BaseProgram(abc.ABC):
         return explain(self.name, repr(self.mesh), found, group=group, notes=self.remarks(), requests=self.requests)
 
     def remarks(self) -> tuple[str, ...]:
-        """Return the lines that `explain` prints below its table of collectives."""
         return self.notes
 
     def before(self, name: str) -> str:

@@ -35,7 +35,6 @@ class Line:
     beta: float
 
     def seconds(self, size: float) -> float:
-        """Return the seconds of a message of `size` bytes."""
         return self.alpha + self.beta * size
 
     def __str__(self) -> str:

@@ -26,19 +26,12 @@ _READERS = frozenset(
 
 @dataclass(frozen=True)
 class HostOp:
-    """Op or input of a program that involves the host.
+    """Op or input of a program that involves the host."""
 
-    Attributes:
-        op: name of the op, or path of the input.
-        source: the source line; "" for an input.
-        why: what the host does.
-        waits: whether the host waits for the device.
-    """
-
-    op: str
-    source: str
-    why: str
-    waits: bool
+    op: str  # name of the op, or path of the input
+    source: str  # the source line; "" for an input
+    why: str  # what the host does
+    waits: bool  # whether the host waits for the device
 
     def __str__(self) -> str:
         return f"{self.op}{f' at {self.source}' if self.source else ''}: {self.why}"
@@ -117,7 +110,6 @@ class _Search:
         return ("the host reads a value of the device", True) if reads else ("", False)
 
     def _is_copied(self, operand: fx.Node) -> bool:
-        """Whether an op on the device copies an operand from main memory. A number is an argument of the kernel."""
         known = info(operand).val
         return isinstance(known, Aval) and in_main_memory(known) and known.ndim > 0 and operand.op != "get_attr"
 

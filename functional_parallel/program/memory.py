@@ -29,27 +29,15 @@ Storage = tuple[fx.Node, int]  # the op that allocates it, and the index of the 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of live tensors on one rank over a program; print it for a table.
-
-    Attributes:
-        name: the program.
-        curve: bytes alive while each op runs: its operands, its results, and all values that later ops need.
-        ops: name and source line of each op.
-        alive: at the peak, the bytes of each kind.
-        largest: at the peak, the largest values: bytes, description, source line.
-        shared: maximum of memory, in bytes, that the transport of collectives uses in addition, as `extra_memory`
-            predicts it. Simulated ranks, and ranks with nccl or mpi, use none.
-        copied: bytes of the inputs and results that a CUDA graph holds a copy of, of those in `curve`. The graph keeps
-            the memory of the peak between steps.
-    """
+    """Bytes of live tensors on one rank over a program; print it for a table."""
 
     name: str
-    curve: tuple[int, ...]
-    ops: tuple[str, ...]
-    alive: dict[str, int]
-    largest: tuple[tuple[int, str, str], ...]
-    shared: int = 0
-    copied: int = 0
+    curve: tuple[int, ...]  # bytes alive while each op runs: operands, results, and all that later ops need
+    ops: tuple[str, ...]  # name and source line of each op
+    alive: dict[str, int]  # at the peak, the bytes of each kind
+    largest: tuple[tuple[int, str, str], ...]  # at the peak, the largest values: bytes, description, source line
+    shared: int = 0  # bytes that the transport of collectives uses in addition, at most, as `extra_memory` predicts
+    copied: int = 0  # bytes of `curve` for copies of inputs and results, which a CUDA graph holds between steps
 
     @property
     def peak(self) -> int:
@@ -60,15 +48,8 @@ class Memory:
         return self.curve.index(self.peak) if self.curve else 0
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "peak": self.peak,
-            "at": self.at,
-            "alive": dict(self.alive),
-            "curve": list(self.curve),
-            "shared": self.shared,
-            "copied": self.copied,
-        }
+        names = ("name", "peak", "at", "shared", "copied")
+        return {name: getattr(self, name) for name in names} | {"alive": dict(self.alive), "curve": list(self.curve)}
 
     def __str__(self) -> str:
         lines = [f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, at {self.ops[self.at]}"]

@@ -20,8 +20,6 @@ _HEADERS = ("pass", "ops", "collectives", "bytes sent", "peak of live tensors")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A program after one pass: number of ops and collectives, bytes that a rank sends, and peak memory in bytes."""
-
     ops: int
     collectives: int
     bytes_sent: int

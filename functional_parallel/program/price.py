@@ -197,8 +197,6 @@ def price_of(
 
 
 class _RankClocks:
-    """Two clocks of a rank that advance op by op: `now` for computation and `wire` for communication."""
-
     def __init__(self, traced: Traced, mesh: Mesh, hardware: Hardware) -> None:
         self.mesh, self.hardware = mesh, hardware
         self.now = self.wire = 0.0

@@ -105,7 +105,6 @@ class Program(BaseProgram):
         return price_of(self.name, self.traced, self.mesh, described, self.memory().peak, self.notes)
 
     def remarks(self) -> tuple[str, ...]:
-        """Return the lines that `explain` prints below its table of collectives."""
         return (*self.notes, *attention_notes(self.traced))
 
     def lines(self) -> list[str]:

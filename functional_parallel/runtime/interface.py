@@ -31,7 +31,6 @@ class Runtime(ABC, Generic[Handle, Runnable]):
 
     @property
     def calls(self) -> int:
-        """Number of calls that this rank has made with the others."""
         return 0 if self.base is None else self.base.calls
 
     @property

@@ -40,8 +40,6 @@ class _Rank(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """Reason for the end of a rank. The failure with the least `distance` from the cause is reported."""
-
     text: str
     distance: int
     pickled: bytes = b""

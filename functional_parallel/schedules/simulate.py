@@ -155,15 +155,23 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     _check_costs(schedule, costs)
     draw = random.Random(costs.seed)
     times = {action: costs.time(action) * (1 + costs.jitter * draw.uniform(-1, 1)) for action in schedule}
-    arrivals = _Arrivals(schedule, costs)
+    arrivals: dict[tuple[Action, int], float] = {}  # of results, by rank
+    busy_until: dict[tuple[int, int], float] = {}  # by sender and receiver
     events: list[list[Event]] = [[] for _ in schedule.actions]
     free = [0.0] * schedule.ranks
     for rank, group, needed in replay_groups(schedule, () if costs.overlap is None else schedule.pairs):
-        start = max([free[rank], *(arrivals.times[earlier, rank] for earlier in needed)])
+        start = max([free[rank], *(arrivals[earlier, rank] for earlier in needed)])
         free[rank] = start + _duration([times[action] for action in group], costs)
         for action in group:
             events[rank].append(Event(rank, action, start, free[rank]))
-            arrivals.add(action, free[rank])
+            arrivals[action, rank] = free[rank]
+            stage = receiving_stage(schedule, action)
+            if stage is not None and (to := schedule.rank_of_stage[stage]) != rank:
+                # Messages of two stages have the same size in both directions: a gradient is as large as its value.
+                size = at(costs.message, min(action.stage, stage))
+                sent = max(free[rank], busy_until.get((rank, to), 0.0)) + size / costs.bandwidth
+                busy_until[rank, to] = sent
+                arrivals[action, to] = sent + costs.latency
     if sum(map(len, events)) < sum(map(len, schedule.actions)):
         raise ScheduleError(f"{schedule.name}: its ranks wait for each other; `check` names the actions")
     return Timeline(schedule, tuple(map(tuple, events)), tuple(peak_of(row, costs) for row in schedule.actions))
@@ -182,25 +190,6 @@ def _check_costs(schedule: Schedule, costs: Costs) -> None:
 def _duration(times: Sequence[float], costs: Costs) -> float:
     saved = (costs.overlap or 0.0) * min(times) if len(times) > 1 else 0.0
     return sum(times) - saved
-
-
-class _Arrivals:
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
-        self.times: dict[tuple[Action, int], float] = {}
-        self.busy_until: dict[tuple[int, int], float] = {}
-
-    def add(self, action: Action, end: float) -> None:
-        ranks, to = self.schedule.rank_of_stage, receiving_stage(self.schedule, action)
-        self.times[action, ranks[action.stage]] = end
-        if to is None or ranks[to] == ranks[action.stage]:
-            return
-        way = (ranks[action.stage], ranks[to])
-        # Messages between two stages have the same size in both directions: a gradient is as large as its value.
-        size = at(self.costs.message, min(action.stage, to))
-        sent = max(end, self.busy_until.get(way, end)) + size / self.costs.bandwidth
-        self.busy_until[way] = sent
-        self.times[action, ranks[to]] = sent + self.costs.latency
 
 
 def peak_of(row: Sequence[Action], costs: Costs) -> float:

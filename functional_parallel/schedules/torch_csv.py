@@ -34,24 +34,18 @@ def to_csv(schedule: Schedule) -> str:
     Returns:
         The content of the file, with one row per rank.
     """
-    file = io.StringIO()
-    overlap = [[cell + "OVERLAP_F_B" if cell.startswith("(") else cell for cell in row] for row in rows(schedule)]
-    if schedule.versions is not None:
-        overlap = [[_versioned(cell, schedule.versions) for cell in row] for row in overlap]
-    csv.writer(file, lineterminator="\n").writerows(overlap)
-    return file.getvalue()
 
-
-def _versioned(cell: str, versions: Versions) -> str:
-
-    def written(found: re.Match[str]) -> str:
-        action = Action(found[2], int(found[1]), int(found[3]))
+    def versioned(found: re.Match[str]) -> str:
+        action, versions = Action(found[2], int(found[1]), int(found[3])), schedule.versions or Versions({}, {})
         read, made = versions.reads.get(action, ""), versions.writes.get(action)
         if made is not None:
             return f"{action}@{read}>{made}"
         return f"{action}@{read}" if action in versions.reads else str(action)
 
-    return _ACTION.sub(written, cell)
+    file = io.StringIO()
+    overlap = [[cell + "OVERLAP_F_B" if cell.startswith("(") else cell for cell in row] for row in rows(schedule)]
+    csv.writer(file, lineterminator="\n").writerows([_ACTION.sub(versioned, cell) for cell in row] for row in overlap)
+    return file.getvalue()
 
 
 def from_csv(text: str, *, chains: int = 1, name: str = "csv") -> Schedule:

@@ -1,8 +1,7 @@
 """V-shaped schedules, which use less memory than 1F1B: a folded pipeline with a pattern that frees activations sooner.
 
-Rank r of P holds stages r and 2P − 1 − r, so a microbatch visits it four times, at units of time that the pattern
-defines. The next microbatch follows six units later. Weight gradients use the two units that remain. At the ends of a
-step, actions move to free units as far as their inputs and the memory permit.
+Rank r of P holds stages r and 2P − 1 − r, so a microbatch visits it four times, at units of time of the pattern. The
+next microbatch follows six units later. Weight gradients use the two units that remain, and the free ones at the ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Zero-bubble schedules: weight gradients are separate from input gradients and run while a rank would be idle.
-
-H1 uses no more memory than the first rank of 1F1B, and H2 about twice that. V folds the pipeline: the first and the
-last stage share a rank, and every rank uses the memory of the first rank of 1F1B.
-"""
+"""Zero-bubble schedules: weight gradients are separate from input gradients and run while a rank would be idle."""
 
 from __future__ import annotations
 

@@ -81,7 +81,6 @@ class Channels:
         self._signals.tell(to, _TAKEN + 1 + begin // ALIGNMENT)
 
     def receive(self, into: Tensor, source: int) -> _Expected:
-        """Receive the next message of a rank into contiguous bytes, which have its size."""
         expected = _Expected(into, source, self._signals)
         self._incoming[source].expected.append(expected)
         self._take_in(source)

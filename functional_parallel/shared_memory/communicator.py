@@ -15,8 +15,6 @@ from .unpacked import BucketLayout
 
 
 class SharedMemoryCommunicator(ProcessCommunicator):
-    """Communicator through shared memory where all ranks of a group on gloo are on one host; else the backend's."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._host_groups: dict[Axes, HostGroup] = {}

@@ -14,8 +14,6 @@ from .slots import LARGEST
 
 
 class HostGroup:
-    """A group of ranks, of which those on this host share memory. Creating it is a collective of the group."""
-
     def __init__(self, group: AxisGroup, host: str | None = None) -> None:
         self._messages, self.rank, self.size = group.messages(), group.rank, group.size
 

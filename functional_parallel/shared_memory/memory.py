@@ -97,8 +97,6 @@ class _Half:
 
 
 class SharedMemory:
-    """One rank's end of the memory that the ranks of a group share."""
-
     def __init__(
         self, rank: int, peers: dict[int, socket.socket], memory: Sequence[MappedMemory], waits: GroupWaits
     ) -> None:
@@ -221,7 +219,6 @@ class SharedMemory:
         return running
 
     def slot(self, size: int) -> Slot:
-        """Allocate a slice of at most `HALF` bytes in every rank's memory."""
         assert size <= HALF, size
         size = aligned(size)
         self._grow(max(size, min(SMALL_HALF, HALF)))

@@ -24,7 +24,6 @@ AllGatherObject = Callable[[Any], list[Any]]  # exchanges one object per rank of
 
 
 def connect(rank: int, members: Sequence[int], exchange: AllGatherObject, waits: GroupWaits) -> SharedMemory | None:
-    """Share memory with the ranks of the group on this host, whose ascending numbers are `members`."""
     me, ranks, seconds = list(members).index(rank), len(members), min(_SECONDS_TO_MEET, waits.timeout)
     peers, memory = dict[int, socket.socket](), dict[int, MappedMemory]()
     descriptor = shared = None

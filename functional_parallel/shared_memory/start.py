@@ -45,7 +45,6 @@ def reduce_scatter(
 
 
 def all_gather(memory: SharedMemory, x: Operand, dim: int, *, overwrite: bool, layout: BucketLayout | None) -> Started:
-    """Concatenate all ranks' operands along a dim. With a layout, they are flat; return the tensors packed in them."""
     operand = _resolved(x)
     if layout is not None:
         leaves = DirectOutputs(layout, operand.dtype, operand.device)

@@ -21,8 +21,6 @@ aten = torch.ops.aten
 
 
 class ZeroCopyProgram(RankProgram):
-    """Flat function of one program on one rank, without copies between tensors and buckets."""
-
     def readers(self, order: Sequence[fx.Node], readers: Readers) -> Readers:
         self._readers = readers
         pairs = itertools.pairwise(order)

@@ -71,8 +71,6 @@ _handed_out: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # s
 
 
 class _Replaced(NamedTuple):
-    """Result that replaces a donated input, by their numbers among all tensors."""
-
     result: int
     input: int
 

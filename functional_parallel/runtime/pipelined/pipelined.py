@@ -55,7 +55,6 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     # --- handles ---
 
     def shard(self, x: torch.Tensor, spec: P) -> PipelineValue:
-        """Return a full tensor's handle on every rank of the pipeline. A step later determines which ranks need it."""
         return self._everywhere(self.base.shard(x, spec))
 
     def shard_for(self, program: PipelineProgram, number: int, x: torch.Tensor, spec: P) -> PipelineValue:

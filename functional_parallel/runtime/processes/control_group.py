@@ -22,8 +22,6 @@ Value = TypeVar("Value")
 
 
 class ControlGroup:
-    """Control group of the ranks of the mesh. Creating it is a collective."""
-
     def __init__(self, mesh: Mesh, timeout: timedelta | None, doing: CallLog, turn: CallGuard) -> None:
         self._mesh, self._doing, self._turn = mesh, doing, turn
         self.rank, self.size = mesh.processes.index(dist.get_rank()), mesh.size

@@ -20,8 +20,6 @@ _KINDS = (RuntimeError, ValueError)  # errors of torch's messages
 
 
 class PointToPoint:
-    """Messages of one rank along some axes. Receives are posted in the order of the sends, so they need no tags."""
-
     def __init__(self, carrier: ProcessCommunicator, axes: Sequence[str], rank: int, device: torch.device) -> None:
         self.carrier, self.axes, self.rank, self.device = carrier, tuple(axes), rank, device
         self._messages = carrier.messages(self.axes, device)

@@ -26,7 +26,6 @@ class Line:
             self.peer.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Wait until data arrives, and return the messages that have arrived."""
         try:
             data = self.peer.recv(1 << 16)
         except TimeoutError:

@@ -76,7 +76,6 @@ def _restart() -> str:
 def watch_processes(
     store: dist.Store, rank: int, size: int, name: Name = str, has_failed: Callable[[], bool] | None = None
 ) -> Watch:
-    """Start this process's watch, over a store that all ranks share. Return when all ranks have started theirs."""
     store = dist.PrefixStore(f"functional_parallel/watch/{_restart()}/{next(_numbers)}", store)
     CURRENT.forget()
     try:

@@ -69,7 +69,6 @@ class Watch:
             self._waker.send(b"!")
 
     def learn(self, seconds: float) -> None:
-        """Wait until a rank is known to have ended, or for this many seconds."""
         seconds = seconds if self._thread.is_alive() else 0
         with self._news:
             self._news.wait_for(lambda: CURRENT.gone or CURRENT.left or CURRENT.lost or self._is_over, seconds)
@@ -78,7 +77,6 @@ class Watch:
         return missing_text(self.absent, self.size, seconds, self._name)
 
     def leave(self, error: str = "") -> None:
-        """Report to the other ranks that this process ends, normally or by an error, and stop watching."""
         if os.getpid() != self._process or not self._thread.is_alive():
             return
         self._leaving = error
@@ -86,7 +84,6 @@ class Watch:
         self._thread.join(2.0)
 
     def abandon(self) -> None:
-        """Close the connections in a forked process, which is not a rank. They would hide its parent's death."""
         for each in (self._hub, self._listener, *self._lines.values(), *self._strangers, self._woken, self._waker):
             if each is not None:
                 each.close()
