@@ -140,15 +140,12 @@ class RunFolder:
                 f"{self.path}: another run ({owner}) now writes to this folder: save to another folder"
             )
 
-    def step(self, step: int) -> Path:
-        return self.path / f"step_{step:08d}"
-
     def begin(self, step: int, nonce: str) -> None:
         for kind in ("params", "optimizer"):
             self.disk.make_folder(temporary(self.path, step, nonce) / kind)
 
     def commit(self, made: Path, step: int, nonce: str, text: bytes) -> None:
-        disk, target = self.disk, self.step(step)
+        disk, target = self.disk, self.path / f"step_{step:08d}"
         with disk.create(made / NAME, len(text)) as file:
             disk.write(file, memoryview(text), 0)
             disk.sync(file)

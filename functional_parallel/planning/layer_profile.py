@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import fx
-
 from ..collectives import MICROBATCH
 from ..errors import PipelineError
 from ..ir import info
@@ -29,16 +27,12 @@ def profile_layers(
         parts = [stage.works[kind].first for kind in "FIW"]
         used = roles.parameters_of(node for part in parts for node in part.inputs)
         forward, inputs, weight = (_work(part.program) / samples / speed for part in parts)
-        kept = {node.name: _bytes(node) / samples for node in stage.after_forward if node not in roles.backward}
-        output = sum(map(_bytes, stage.sends_forward)) / samples
+        kept = {node.name: info(node).nbytes / samples for node in stage.after_forward if node not in roles.backward}
+        output = sum(info(node).nbytes for node in stage.sends_forward) / samples
         own = {path: weights[path] for node in used if (path := info(node).param_path) in weights}
         layers.append(Layer(forward, inputs, weight, output=output, kept=kept, weights=own))
         working += max(_working(part.program) for part in parts)
     return layers, working / samples
-
-
-def _bytes(node: fx.Node) -> int:
-    return info(node).aval.nbytes
 
 
 def _work(program: Program) -> int:
