@@ -19,13 +19,13 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "worked_examples.md"
 EXAMPLE = re.compile(r"^## (.+?)$.*?^```diff\n(.*?)^```$.*?^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXAMPLES: list[tuple[str, str, str]] = EXAMPLE.findall(PAGE.read_text())  # title, diff and lines that use the change
-SEAMS = {  # each is one new file, beside its test, and few lines in at most two others
+SEAMS = (  # each is one new file, beside its test, and few lines in at most two others
     "A pass on residuals",
     "A wire format",
     "A transport of collectives",
     "A placement at rest",
     "A transform outside the library",
-}
+)
 FILE = re.compile(r"^--- (\S+)\n\+\+\+ b/(\S+)\n(.*?)(?=^--- |\Z)", re.MULTILINE | re.DOTALL)
 NEW_TEST = re.compile(r"^--- /dev/null\n\+\+\+ b/(tests/\S+)\.py$", re.MULTILINE)
 
