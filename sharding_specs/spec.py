@@ -72,7 +72,7 @@ class P:
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
         self.owner = dict(sorted(owner.items())) if owner else {}
         self.padded = dict(sorted(padded.items())) if padded else {}
-        self.storage = dict(sorted(storage.items()))
+        self.storage = dict(sorted(storage.items())) if storage else {}
         used = [*self._axes(), *self.unreduced, *self.reduced, *self.owner]
         if len(set(used)) < len(used):
             twice = min(axis for axis in used if used.count(axis) > 1)
@@ -185,9 +185,11 @@ class P:
         >>> P("data", unreduced={"pipe"}).replace([None, "tensor"])
         P(None, 'tensor', unreduced={'pipe'})
         """
-        storage, names = fields.pop("storage", self.storage), ("unreduced", "reduced", "owner", "padded")
-        kept = {name: getattr(self, name) for name in names}
-        return P(*(self._dims if dims is None else dims), **{**kept, **fields}, **storage)
+        dims, storage = self._dims if dims is None else dims, fields.pop("storage", self.storage)
+        return P(*dims, **{**self._fields(), **fields}, **storage)
+
+    def _fields(self) -> dict[str, Any]:
+        return {"unreduced": self.unreduced, "reduced": self.reduced, "owner": self.owner, "padded": self.padded}
 
     def in_compute(self) -> P:
         """Return the spec of the fetched shards, without storage."""
@@ -239,9 +241,8 @@ class P:
         held = self.placements(mesh)
         blocks = {placement.dim: placement.outer * mesh.axis_size(placement.axis) for placement in held}
         inside = [p._replace(outer=p.outer * blocks.get(p.dim, 1)) for p in further.placements(mesh)]
-        dims = P.from_placements([*held, *inside], mesh).dims
         padded, storage = {**self.padded, **further.padded}, {**self.storage, **further.storage}
-        return self.replace(dims, padded=padded, storage=storage)
+        return P.from_placements([*held, *inside], mesh, **{**self._fields(), "padded": padded}, **storage)
 
     def without(self, axes: Iterable[str]) -> P:
         """Return the spec without `axes`."""
