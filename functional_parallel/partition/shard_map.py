@@ -163,11 +163,11 @@ def _crossed(
 
 
 def _check_specs(specs: Sequence[P], mesh: Mesh, name: str, active: Recorder) -> None:
-    odd = [spec for spec in specs if spec.unreduced or spec.reduced or spec.owner or spec.padded]
+    odd = [spec for spec in specs if spec.unreduced or spec.reduced or spec.owner or spec.padded or spec.storage]
     if odd:
         raise LayoutError(
             f"{_place(name)}: {odd[0]!r}: inside a traced function values are whole before and after, and neither "
-            "partial sums nor padded; name dims alone"
+            "partial sums nor padded nor stored; name dims alone"
         )
     bound = snapshot()
     for axis, size in mesh.shape.items():

@@ -130,6 +130,9 @@ def test_a_plan_with_a_storage_is_data() -> None:
     assert plan != fp.chain(ZERO(), fp.accumulate(2))
 
 
-def test_a_constraint_has_no_storage() -> None:
+def test_values_inside_a_program_have_no_storage() -> None:
     with pytest.raises(fp.errors.SpecError, match="and a storage have no effect there"):
         fp.constrain(torch.ones(2), P("data", form="negative"))
+    body = fp.shard_map(torch.sin, Mesh(data=2), in_specs=P("data", form="negative"), out_specs=P("data"))
+    with pytest.raises(fp.errors.LayoutError, match="nor stored; name dims alone"):
+        fp.compile(fp.data_parallel("data")(lambda w, x: body(x).sum()), Mesh(data=2))(torch.ones(2), torch.ones(4))
