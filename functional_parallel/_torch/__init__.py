@@ -1,7 +1,4 @@
-"""All private torch APIs that the library uses.
-
-torch has no public equivalent of these names. `tests/private_torch` fails if torch moves one of them.
-"""
+"""All private torch APIs that the library uses. `tests/private_torch` fails if torch moves one of them."""
 
 from .backends import compile_by_inductor, fused_adamw_, has_fused_adamw, store_of_all_ranks, timeout_of_all_ranks
 from .checkpointing import checkpointing

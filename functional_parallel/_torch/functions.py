@@ -1,7 +1,4 @@
-"""Running autograd.Functions, which torch does not report, and types of the arguments of their methods.
-
-torch declares these arguments as Any.
-"""
+"""Running autograd.Functions, which torch does not report, and types of the arguments of their methods."""
 
 from __future__ import annotations
 

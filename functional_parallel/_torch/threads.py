@@ -1,7 +1,4 @@
-"""Objects per thread, and replacements for all threads.
-
-Autograd's threads share the objects of the thread that called the backward.
-"""
+"""Objects per thread, which autograd's threads share with their caller, and replacements for all threads."""
 
 from __future__ import annotations
 

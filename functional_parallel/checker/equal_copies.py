@@ -1,8 +1,4 @@
-"""Warn of collectives that combine equal copies of a value: legal by type, but most likely a mistake.
-
-A value may be Varying by type and equal on all ranks by construction, such as the Varying result of an `all_gather`.
-Its sum over n ranks is n times the value.
-"""
+"""Warn of collectives that combine equal copies of a value: legal by type, but most likely a mistake."""
 
 from __future__ import annotations
 

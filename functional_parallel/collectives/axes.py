@@ -1,12 +1,8 @@
 """Bindings of mesh axes: the bound names, their sizes, and the communicators of their collectives.
 
-A collective names its axes as strings. The innermost `bind` around the call gives a name its meaning: real processes,
-simulated ranks, a vmap level, or (without a communicator) a trace that needs only the size.
-
-The environment is an immutable mapping in a context variable. A context variable belongs to one thread, and autograd
-runs the backward of CUDA tensors on separate threads. Every primitive therefore saves the environment of its forward on
-`ctx` (`snapshot`), and its backward runs inside it (`restored`). This is also lexical scoping: a backward uses the axes
-of its forward, even after the `bind` has ended or inside another `bind`.
+The innermost `bind` around a call gives a name its meaning: real processes, simulated ranks, a vmap level, or (without
+a communicator) a trace that needs only the size. Autograd runs the backward of CUDA tensors on other threads, so every
+primitive saves the environment of its forward (`snapshot`), and its backward runs inside it (`restored`).
 """
 
 from __future__ import annotations

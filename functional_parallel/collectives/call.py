@@ -1,7 +1,4 @@
-"""Call of a collective, with names for its arguments.
-
-This module alone knows the positions of these arguments. A pass changes a call by `dataclasses.replace`, so that it
-keeps fields that it does not know.
+"""Call of a collective, with names for its arguments. This module alone knows their positions.
 
 A field with a text as its default is an attribute. Every library op has it as a keyword argument, and passes set it. An
 attribute changes how a value is sent, but not its type.

@@ -1,8 +1,6 @@
 """Interface between a collective and the communicator that moves the bytes.
 
-`axes.bind` binds a communicator to mesh axes. It computes one rank's result of each primitive, on plain tensors below
-autograd. At least one of the axes is larger than one. `runtime.processes` has one for real processes. A vmap level is
-represented by `Lane`, and the vmap rules of the primitives do its work. `reference` defines the results.
+It computes one rank's result of each primitive, on plain tensors below autograd. `reference` defines the results.
 """
 
 from __future__ import annotations

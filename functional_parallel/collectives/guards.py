@@ -1,9 +1,7 @@
 """Rejection of calls that are silently wrong: torch.distributed's collectives, and modules that communicate in hooks.
 
 Under torch.func an in-place `dist.all_reduce` is differentiated like the identity. A functional collective has a zero
-tangent and a meaningless vmap. A DDP module returns gradients that were never synchronised (torch 2.13). None of them
-raises an error. This library rejects them wherever it transforms or traces a function. The message names the
-replacement.
+tangent and a meaningless vmap. A DDP module returns gradients that were never synchronised (torch 2.13).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Library ops: one `torch.ops.fp.*` per primitive, so that a trace shows each collective as one named node.
 
-An op moves values and has no derivative; `primitives` defines the derivatives. Its kernel calls the communicator of the
-axes. Its fake kernel needs only the axis sizes. An op over axes of size one moves nothing. `src` and `dst` name states
-of `types`, or "auto", which the checker resolves. They do not change the values. The transpose, the partitioner and the
-price list read them.
+An op moves values and has no derivative; `primitives` defines the derivatives. `src` and `dst` name states of `types`,
+or "auto", which the checker resolves. They do not change the values.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Reference semantics of the primitives: pure functions from the list of all ranks' values to the list of results.
 
-They define the collectives without processes, meshes or types. The list is in rank order along the axes, the first
-axis major. Entry i of the result is the result of rank i. Simulated ranks and vmap levels run these functions. Real
-processes are tested against them.
-
-They use differentiable ops only, never in-place ops. Sums are accumulated sequentially in rank order, so that every
-interpreter that uses them returns the same bits. If a result is equal on all ranks, the list holds one tensor n times.
+Simulated ranks and vmap levels run these functions, and real processes are tested against them. Sums are accumulated in
+rank order, so that all return the same bits. A result that is equal on all ranks is one tensor, n times.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Shapes of the results of collectives, and errors for dims that do not fit.
-
-A *dim* is a dimension of a tensor. An *axis* is an axis of the mesh.
-"""
+"""Shapes of the results of collectives, and errors for dims that do not fit."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """Collectives with the names of torch.distributed, as functions of values.
 
-`broadcast`, `scatter`, `gather` and `reduce` have a source or root rank, as in torch.distributed. One program runs on
-all ranks, so every rank calls them and gets a result. The result is zeros where torch.distributed would return nothing.
-All of them are written with the primitives and therefore have types and transposes.
-
-`send` and `recv` are a matched pair in one program, not two calls on two ranks. A send without a receive, or the
-reverse, cannot be written.
+One program runs on all ranks, so every rank calls them and gets a result: zeros where torch.distributed would return
+nothing. `send` and `recv` are a matched pair in one program, not two calls on two ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Batch norm by the statistics that ranks compute, each of its samples, as torch does under DDP.
-
-The batch counts as ranks × microbatches × samples. Split over the ranks, its statistics need no communication.
-"""
+"""Batch norm by the statistics that ranks compute, each of its samples, as torch does under DDP."""
 
 from __future__ import annotations
 

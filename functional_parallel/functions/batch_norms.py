@@ -1,10 +1,7 @@
 """Batch norm modules inside `fp.functional` with a forward that cannot be traced, or with statistics of groups.
 
-`nn.SyncBatchNorm` looks for a process group. On a CPU it raises if a group exists, and on CUDA it would communicate
-outside of the program. Here statistics are those of the global batch, so it is treated as a plain batch norm. With
+`nn.SyncBatchNorm` would communicate outside of the program. Here statistics are those of the global batch. With
 `momentum=None`, torch's forward reads the number of batches as a Python number, which a trace does not have.
-
-With a `BatchSplit`, the statistics are those that torch computes on ranks: see `batch_norm_of_groups`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Python state that the traced forward of a module depends on, or changes.
 
-A program is traced again if an attribute, submodule, buffer, hook, class or mode of the module has changed. Changes by
-the forward, and hooks that only have side effects, occur during the trace and in no later step: each causes one
-warning. Hooks on gradients are refused, because torch's autograd does not run.
+A program is traced again if an attribute, submodule, buffer, hook, class or mode has changed. Changes by the forward,
+and hooks that only have side effects, occur during the trace and in no later step: each causes one warning.
 """
 
 from __future__ import annotations

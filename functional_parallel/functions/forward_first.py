@@ -1,7 +1,6 @@
 """Trace the forward of a plain function before a torch.func transform is applied to it, as the partitioner does.
 
-Under a transform, the tensors of a function are wrapped. Code that checks for fake tensors, to avoid reading their
-values, does not recognise wrapped ones. In a separate trace they are not wrapped, with a plan and without one.
+Code that checks for fake tensors, to avoid reading their values, does not recognise a transform's wrapped ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Keyword arguments: bind known ones to positions, and explain unknown ones.
 
-Layouts identify an argument by its position only. Arguments that a function takes by keyword only are one more
-argument at the end, a `Keywords`. Many unknown keywords are names from other libraries. The message shows the
-equivalent in this library.
+Layouts identify an argument by its position. Arguments by keyword only are one more at the end, a `Keywords`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Base class of requests: what a transform asks of the code that compiles a function or trains with it.
 
-A local function has a layout of its arguments and an ordered tuple of requests, innermost transform first. Code that
-serves requests looks for a class of requests with the hook that it calls, such as `StateRequest`. It does not know the
-transforms that make them.
+That code looks for a class of requests with the hook that it calls. It does not know the transforms that make them.
 """
 
 from __future__ import annotations

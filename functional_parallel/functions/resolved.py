@@ -1,7 +1,6 @@
 """Layouts of the arguments of a local function, resolved for the shapes of the arguments and a mesh.
 
-They are resolved once, where a function is compiled, a state is created, or a local function is called by its user.
-Transforms contribute in turn, the innermost first. What runs the function gets the result; nothing resolves again.
+They are resolved once, where a function enters. Transforms contribute in turn, the innermost first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Stacked layer parameters: one tensor in the user's tree, one parameter per layer in a pipeline.
 
-A pipeline stores each layer on the rank of its stage, so its layers are separate parameters. In the user's tree they
-are one tensor, and its first dim is the layer. The trees are converted at entry and exit.
+A pipeline stores each layer on the rank of its stage. The trees are converted at entry and exit.
 """
 
 from __future__ import annotations

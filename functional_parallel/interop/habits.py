@@ -1,9 +1,6 @@
 """Habits of a torch loop after `prepare`: changes of the module, the optimizer and the scheduler between two steps.
 
 The parameters live in the step's state, and the update is compiled, so a change that a step cannot follow is refused.
-Other changes take effect elsewhere. `fp.functional` traces the module again after a change of an attribute, a mode, a
-submodule, a buffer or a forward hook. Without a scheduler, the rates of a step are those of the optimizer. `writes.py`
-finds values that were written into parameters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """`replicate`, `scatter`, `parallel_apply` and `gather` of `torch.nn.parallel`, as functions of values.
 
-They run in one process, on any devices, and with several replicas on one device too. All of them are differentiable,
-by autograd and by torch.func. `fp.data_parallel(axis, master=…)` is the same computation as a plan: on processes, with
-named collectives.
+They run in one process, on any devices, and are differentiable by autograd and by torch.func.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Sum of squares of many tensors as one op. It allocates no temporary of the size of a large tensor.
-
-The processor squares a block of elements while it is in its cache. On other devices a kernel takes longer to start than
-to add a block, so one kernel reads all tensors of a dtype.
-"""
+"""Sum of squares of many tensors as one op, which allocates no temporary of the size of a large tensor."""
 
 from __future__ import annotations
 

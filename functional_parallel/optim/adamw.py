@@ -1,7 +1,4 @@
-"""Adam (Kingma & Ba, arXiv 1412.6980) and AdamW (Loshchilov & Hutter, arXiv 1711.05101), with torch's fused kernel.
-
-Both are defined as in `torch.optim`.
-"""
+"""Adam (Kingma & Ba, arXiv 1412.6980) and AdamW (Loshchilov & Hutter, arXiv 1711.05101), as in `torch.optim`."""
 
 from __future__ import annotations
 

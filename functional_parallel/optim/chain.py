@@ -1,7 +1,4 @@
-"""Optimizers composed of gradient transformations, as in optax.
-
-A transformation is a function of one parameter, so the same chain updates shards, stacks of layers and flat vectors.
-"""
+"""Optimizers composed of gradient transformations of one parameter, as in optax."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """LAMB (You et al., arXiv 1904.00962), also correct on shards.
 
-The step of a parameter is scaled by a ratio of two norms of the full parameter, so LAMB is not elementwise. On shards,
-one sum of two numbers per parameter gives the norms.
+The step of a parameter is scaled by a ratio of two norms of the full parameter, so LAMB is not elementwise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Cut of a model into stages: at marks in its code, between given layers, or balanced by work or memory.
 
-In all cases, a cut is a list of cut points in the order of the model's ops. Ops after the k-th cut point belong to
-stage k or a later stage.
+Ops after the k-th cut point, in the order of the model's ops, belong to stage k or a later stage.
 """
 
 from __future__ import annotations

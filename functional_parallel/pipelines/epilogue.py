@@ -1,10 +1,8 @@
 """Programs after the pipeline has drained: they turn sums of gradients into updates.
 
-Each update runs on the ranks that hold its parameter. All ops that depend on the sums over microbatches are one graph.
-Its inputs are on different ranks: a parameter and its gradient on the rank of their stage, a loss on the last rank. An
-op runs on the ranks that hold all its operands. If no rank holds all of them, they are exchanged first. Examples are
-the sum of a tied weight's two gradients and the sum of all gradients' squares. The op then runs on every rank that
-needs its result, so that all of them compute the same bits.
+All ops that depend on the sums over microbatches are one graph. An op runs on the ranks that hold all its operands. If
+no rank holds all of them, they are exchanged first, and every rank that needs the result runs the op. Examples are the
+sum of a tied weight's two gradients and the sum of all gradients' squares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Predicted time of a pipelined step: every stage program is priced separately and inserted in the schedule.
 
-The schedule simulator computes the time of each action from the durations of actions and messages. The price lists the
-items of the rank with most work. Idle time of this rank is an item too, because the price covers the entire step.
+The price lists the items of the rank with most work, and its idle time, because it covers the entire step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Programs of a stage: forward, input gradient, weight gradient, and both gradients in one program.
 
-All values that pass between programs are explicit. They are the values of the forward that the backward needs
-(residuals), the values that the input gradient leaves for the weight gradient, and the messages to neighbouring stages.
-If a distant stage needs a value, the stages between forward it, so a skip connection may cross any number of stages.
+All values that pass between programs are explicit. If a distant stage needs a value, the stages between forward it, so
+a skip connection may cross any number of stages.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Requests of transforms, each a frozen object, and their order.
-
-A request shards the update (`update_sharding`), adds leaves to the state (`state_request`), contributes
-passes (`run_pass`), or describes the ranks of an axis (`axes`). Lowering and training serve these kinds of requests and
-do not know the transforms that make them.
-"""
+"""Requests of transforms, each a frozen object. Lowering and training serve them, and do not know the transforms."""
 
 from .axes import DataAxis, Master, Microbatches, Replicas, ReplicaState, owners_of
 from .buffers import Buffers, BufferState

@@ -1,7 +1,6 @@
 """Request to keep buffers in the state: tensors that the loss takes after the parameters, and returns new.
 
-They are replicated, and the optimizer does not see them: a batch norm's running statistics, for example. A step that a
-loss scale skips has computed new buffers and keeps them, as a loop with `torch.amp.GradScaler` does.
+A step that a loss scale skips keeps its new buffers, as a loop with `torch.amp.GradScaler` does.
 """
 
 from __future__ import annotations

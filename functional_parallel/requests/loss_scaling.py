@@ -1,11 +1,7 @@
 """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740 §3.2) as a pure state machine.
 
-float16 gradients underflow. The loss is therefore multiplied by a scale before the backward, and the gradients are
-divided by it afterwards. If the scale is too high, gradients overflow: the step is skipped and the scale is reduced.
-After enough clean steps the scale grows again. The state consists of tensors and `update` of torch ops, so it is
-lowered with the training step and no rank waits for its host.
-
-The rules are those of DeepSpeed (its ZeRO path). Megatron and torch use the same state machine with other constants.
+`update` consists of torch ops, so it is lowered with the training step and no rank waits for its host. The rules are
+those of DeepSpeed (its ZeRO path). Megatron and torch use the same state machine with other constants.
 """
 
 from __future__ import annotations

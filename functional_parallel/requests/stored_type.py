@@ -1,8 +1,7 @@
 """Request to store parameters in the compute dtype, with float32 masters in the optimizer's state.
 
-A master is the parameter that the optimizer updates. The stored parameter is the master, rounded. Micikevicius et al.,
-arXiv 1710.03740 §3.1; with ZeRO the masters are sharded like the optimizer's other state (Rajbhandari et al., arXiv
-1910.02054 §3.1), so a step gathers parameters in the compute dtype.
+A master is the parameter that the optimizer updates (Micikevicius et al., arXiv 1710.03740 §3.1). With ZeRO the masters
+are sharded like the optimizer's other state, so a step gathers parameters in the compute dtype.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Find the op with a wrong value under a plan: return all intermediate values of the function.
-
-A plan applies to a function with any results. It is therefore enough to return the values of all ops; the plan gathers
-them.
-"""
+"""Find the op with a wrong value under a plan: let the function return all intermediate values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Measure live tensors while a program runs, independently of the code that predicts them.
-
-A dispatch mode intercepts the results of every op and keeps a weak reference to each storage. A storage that still
-exists after an op is alive. The mode does not use graphs, users or views.
-"""
+"""Measure live tensors while a program runs, by weak references to storages: without graphs, users or views."""
 
 from __future__ import annotations
 

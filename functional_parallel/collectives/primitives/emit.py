@@ -1,11 +1,8 @@
 """Application of primitives by name, for users, transposes and interpreters of traced programs.
 
-`apply_primitive("psum", x, axes, "varying")` has the arguments of the library op `torch.ops.fp.psum`. It is
-differentiable, because it applies the primitive's `torch.autograd.Function`. The raw op in a traced graph has no
-derivative, so a graph that is interpreted under a transform must use this module.
-
+The raw op in a traced graph has no derivative, so a graph that is interpreted under a transform must use this module.
 A collective over axes with different communicators (nested vmap levels, or a vmap level inside a mesh) is decomposed
-into collectives over one axis each. The first axis is major: rank (i, j) of axes (a, b) has index i·|b| + j.
+into collectives over one axis each.
 """
 
 from __future__ import annotations

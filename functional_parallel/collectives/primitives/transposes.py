@@ -1,7 +1,4 @@
-"""The primitives with their transposes.
-
-The transpose of a primitive has its parameters. It applies another primitive over the same axes to the cotangent.
-"""
+"""The primitives with their transposes: each applies another primitive over the same axes to the cotangent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reader of ds_config.json, and checks against the schema.
-
-The file may have comments and trailing commas. All problems are reported in one error, each with its path.
-"""
+"""Reader of ds_config.json with its comments and trailing commas, and checks that report all problems together."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """One rank of an asynchronous pipeline. Its weights change while microbatches are in flight, so they have versions.
 
-The microbatches of one update form a synchronous step, and the actions of such steps interleave. Each update has a
-worker with the version of the weights that its forward read. An update reads the newest version and creates the next.
-A version is dropped when no later action reads it.
+The microbatches of one update form a synchronous step, with a worker that has the version that its forward read.
 """
 
 from __future__ import annotations

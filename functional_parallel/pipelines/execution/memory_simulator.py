@@ -1,8 +1,6 @@
 """Memory simulator of a pipeline: runs the executor on sizes instead of tensors to measure the memory of each rank.
 
-A value is a `SimulatedStorage`: the bytes of one storage, counted from its creation until nothing refers to it. The
-executor's code thus determines the lifetime of residuals, sums and messages, and the number that exist at the same
-time.
+The executor's code thus determines the lifetime of residuals, sums and messages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,3 @@
-"""Table of sharding rules with one entry per aten op. The import of a module registers its rules.
-
-A rule is text. It contains code only if the notation cannot express it.
-"""
+"""Sharding rules of aten ops, registered by the import of a module. A rule contains code only if it needs it."""
 
 from . import factories, gradients, linear_algebra, lookups, losses, norms, pointwise, reductions, shapes, vision

@@ -1,7 +1,4 @@
-"""Rules of ops that create tensors.
-
-Results without tensor operands are replicated. `*_like` ops read only a shape and never communicate.
-"""
+"""Rules of ops that create tensors. Results are replicated; `*_like` ops read only a shape and never communicate."""
 
 from __future__ import annotations
 

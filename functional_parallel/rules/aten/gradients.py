@@ -1,7 +1,6 @@
-"""Rules of backward ops. A trace contains them if a loss takes derivatives itself (penalties, nested steps).
+"""Rules of backward ops, which a trace contains if a loss takes derivatives itself (penalties, nested steps).
 
-Most are linear in the incoming gradient, their first operand. Ops that run unchanged have torch's second derivatives,
-which account for the dependencies of the statistics of a norm. Ops that cannot run on shards are decomposed into
+Most are linear in the incoming gradient, their first operand. Ops that cannot run on shards are decomposed into
 simpler ops instead (see `partition.decompose`).
 """
 

@@ -1,8 +1,4 @@
-"""Rules of matrix products, decompositions, solvers and transforms.
-
-Products with a bias do not occur here. `partition.preparation` rewrites them to a product and a sum, so that the bias
-is added once, after the sum over ranks.
-"""
+"""Rules of matrix products, decompositions, solvers and transforms. Biases are added apart, after sums over ranks."""
 
 from __future__ import annotations
 

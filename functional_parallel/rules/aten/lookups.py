@@ -1,7 +1,4 @@
-"""Rules of ops that select by index along a dim.
-
-If that dim is sharded, each rank looks up the elements of its shard and leaves partial sums.
-"""
+"""Rules of ops that select along a dim. If it is sharded, each rank looks up its shard and leaves partial sums."""
 
 from __future__ import annotations
 

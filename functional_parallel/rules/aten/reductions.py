@@ -1,7 +1,4 @@
-"""Rules of reductions over a sharded dim.
-
-Sums stay partial. Extrema are combined immediately. Other reductions combine the ranks in their own lowering.
-"""
+"""Rules of reductions. Over a sharded dim, sums stay partial, and other reductions combine the ranks immediately."""
 
 from __future__ import annotations
 

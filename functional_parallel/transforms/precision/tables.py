@@ -1,10 +1,7 @@
-"""Compute dtypes of torch functions, as lists of names.
+"""Compute dtypes of torch functions, as lists of names (Micikevicius et al., arXiv 1710.03740 §3.3).
 
 A name represents the function of that name in torch, torch.nn.functional, torch.special and torch.linalg, and the
-tensor method. The lists follow the reasons of Micikevicius et al. (arXiv 1710.03740 §3.3). Products are fast in low
-precision, and the hardware accumulates them in float32. Functions that sum many terms or leave the range of a
-low-precision dtype are computed in float32. Pointwise functions are memory-bound and compute in the dtype of their
-operands.
+tensor method. Pointwise functions, which are in no list, compute in the dtype of their operands.
 """
 
 from __future__ import annotations
