@@ -20,7 +20,6 @@ flags_of_parameter: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter("requ
 
 
 def forward_hooks(module: torch.nn.Module) -> Iterator[tuple[str, str, Hooks]]:
-    """Iterate over (path, kind, hooks by number) of a module, its submodules and all modules."""
     yield from _of_modules(module, _FORWARD)
 
 

@@ -30,7 +30,6 @@ def is_missing(kind: str) -> bool:
 
 
 def wished_device(device: torch.device) -> torch.device:
-    """Return the device that a stand-in represents, and any other device unchanged."""
     return _wished[device.index - 1] if device.type == "meta" and device.index else device
 
 

@@ -63,7 +63,6 @@ def is_inside_transform() -> bool:
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether the tensor belongs to a torch.func level (a gradient-tracking or batched wrapper)."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 

@@ -97,7 +97,6 @@ def snapshot() -> Environment:
 
 @contextmanager
 def restored(environment: Environment) -> Iterator[None]:
-    """Enter an environment that `snapshot` returned."""
     token = _environment.set(environment)
     try:
         yield
@@ -109,7 +108,6 @@ def restored(environment: Environment) -> Iterator[None]:
 
 
 def current_axes() -> dict[str, int]:
-    """Return the axes that a collective may use here, with their sizes, in the order of their binding."""
     return {name: binding.size for name, binding in _environment.get().items() if not binding.hidden}
 
 

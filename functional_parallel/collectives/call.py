@@ -54,7 +54,6 @@ class CollectiveCall:
 
     @property
     def kwargs(self) -> dict[str, str]:
-        """The attributes that are set."""
         return {name: value for name in attributes() if (value := getattr(self, name))}
 
     @property
@@ -88,7 +87,6 @@ def _parameters(kind: str) -> tuple[str, ...]:
 
 
 def call_of(kind: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> CollectiveCall:
-    """Return the call of a primitive with the arguments of its library op."""
     operand, axes, *params = (None, *args) if kind == "axis_index" else args
     named = dict(zip(_parameters(kind), params, strict=False))
     return CollectiveCall(kind, operand, tuple(axes), **named, **(kwargs or {}))

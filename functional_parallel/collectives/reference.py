@@ -27,27 +27,22 @@ def apply_reference(call: CollectiveCall, values: Values) -> list[Tensor]:
 
 
 def psum(values: Values) -> list[Tensor]:
-    """Return the sum on every rank."""
     return [reduce(torch.add, values)] * len(values)
 
 
 def psum_scatter(values: Values, dim: int) -> list[Tensor]:
-    """Return chunk i of the sum on rank i."""
     return list(reduce(torch.add, values).chunk(len(values), dim))
 
 
 def all_gather(values: Values, dim: int) -> list[Tensor]:
-    """Return the concatenation of all values on every rank."""
     return [torch.cat(tuple(values), dim)] * len(values)
 
 
 def pscatter(values: Values, dim: int) -> list[Tensor]:
-    """Return, on rank i, chunk i of its value."""
     return [value.chunk(len(values), dim)[rank] for rank, value in enumerate(values)]
 
 
 def all_to_all(values: Values, split_dim: int, concat_dim: int) -> list[Tensor]:
-    """Return, on rank i, chunk i of every value, concatenated in rank order."""
     chunks = [value.chunk(len(values), split_dim) for value in values]
     return [torch.cat(received, concat_dim) for received in zip(*chunks, strict=True)]
 
@@ -59,22 +54,18 @@ def ppermute(values: Values, pairs: Sequence[int]) -> list[Tensor]:
 
 
 def pmax(values: Values) -> list[Tensor]:
-    """Return the elementwise maximum on every rank."""
     return [reduce(torch.maximum, values)] * len(values)
 
 
 def pmin(values: Values) -> list[Tensor]:
-    """Return the elementwise minimum on every rank."""
     return [reduce(torch.minimum, values)] * len(values)
 
 
 def pbroadcast(values: Values, source: int) -> list[Tensor]:
-    """Return the value of rank `source` on every rank."""
     return [values[source]] * len(values)
 
 
 def pcast(values: Values) -> list[Tensor]:
-    """Return the values unchanged."""
     return list(values)
 
 

@@ -28,8 +28,6 @@ Param = int | str | Sequence[int]  # argument of a primitive after its axes: a d
 
 
 class State(str, Enum):
-    """State of a value along one mesh axis."""
-
     VARYING = "varying"
     INVARIANT = "invariant"
     UNREDUCED = "unreduced"

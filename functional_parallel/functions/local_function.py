@@ -81,7 +81,6 @@ class Layout:
         return next((each for each in reversed(self.requests) if isinstance(each, kind)), None)
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        """Return a mesh with the virtual axes added."""
         virtual = self.virtual_sizes(mesh)
         clash = [name for name in virtual if name in mesh.axis_names]
         if clash:
@@ -137,7 +136,6 @@ class LocalFunction:
 
     @property
     def specs(self) -> Layout:
-        """Layout of the function."""
         return self.layout
 
     def then(
@@ -210,7 +208,6 @@ def as_local_function(f: Callable[..., PyTree]) -> LocalFunction:
 
 
 def layout_of(f: Callable[..., PyTree]) -> Layout:
-    """Return the layout of a local function. For a plain function, a layout with every argument replicated."""
     return as_local_function(f).layout
 
 

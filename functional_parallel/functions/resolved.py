@@ -67,12 +67,10 @@ class Resolved:
 
     @property
     def arguments(self) -> tuple[SpecTree, ...]:
-        """Spec trees of the arguments."""
         return self.tree.unflatten(self.specs)  # type: ignore[no-any-return]
 
     @property
     def inside(self) -> Resolved:
-        """Layouts of the function inside, where there is one."""
         assert self.inner is not None
         return self.inner
 

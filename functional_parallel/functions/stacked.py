@@ -40,12 +40,10 @@ class StackedTree:
 
     @cached_property
     def layers(self) -> optree.PyTreeSpec:
-        """Structure with lists of layers."""
         return optree.tree_structure(self.spread([0] * len(self.lengths)))
 
     @cached_property
     def paths(self) -> Mapping[str, int]:
-        """Path of each layer → number of layers in its stack."""
         rows = zip(tree_paths(self.tree.unflatten(self.lengths)), self.lengths, strict=True)
         return {f"{path}/{layer}": length for path, length in rows for layer in range(length)}
 
@@ -76,7 +74,6 @@ class StackedTree:
         return optree.tree_map(lambda x: restack(x) if is_like_them(x) else x, value, is_leaf=is_like_them)
 
     def unstack_all(self, value: PyTree, params: PyTree) -> PyTree:
-        """Unstack every subtree of `value` with the structure and shapes of the stacked parameters `params`."""
         leaves = optree.tree_leaves(params)
 
         def is_like_them(x: PyTree) -> bool:

@@ -21,8 +21,6 @@ _ELSEWHERE = 0  # in a moment of one group, the leaf of a parameter of another g
 
 
 class PathSet(str):
-    """Pattern with a name that matches these paths exactly."""
-
     __slots__ = ("paths",)
     paths: frozenset[str]
 

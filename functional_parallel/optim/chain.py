@@ -99,7 +99,6 @@ def chain(*transformations: Transformation) -> Optimizer:
 
 
 def chained(name: str, keep: Callable[..., tuple[PyTree, ...]], *transformations: Transformation) -> Optimizer:
-    """Compose transformations into the optimizer `name` with the state `keep(step, *moments)`."""
     declared = all(each.constants or each.elementwise for each in transformations)
     parts = _with_end(*transformations)
     count = sum(each.moments for each in parts)

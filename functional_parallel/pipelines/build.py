@@ -36,7 +36,6 @@ class PipelineRequest(Request):
     cut: CutSpec
 
     def on(self, mesh: Mesh) -> Schedule:
-        """Return the schedule on a mesh."""
         if self.axis not in mesh.axis_names:
             raise PipelineError(
                 f"{mesh!r} has no axis {self.axis!r} for the pipeline; its axes are {', '.join(mesh.axis_names)}"

@@ -108,7 +108,6 @@ class Extractor:
         outputs: Sequence[fx.Node],
         out_paths: list[str],
     ) -> Program:
-        """Return a graph as a program that computes `outputs` from `inputs`."""
         return Program(
             traced,
             mesh=self.mesh,

@@ -29,7 +29,6 @@ class ActionPrograms:
 
     @property
     def parts(self) -> tuple[Subprogram, ...]:
-        """All distinct programs, with their inputs and outputs."""
         return tuple(dict.fromkeys((self.first, self.following, *self.totals.values())))
 
 
@@ -43,7 +42,6 @@ class Stage:
     after_input: frozenset[fx.Node]  # saved for the weight gradient after the input gradient
 
     def sends(self, kind: str) -> tuple[fx.Node, ...]:
-        """Return the values sent to a neighbouring stage after an action of this kind."""
         return {"F": self.sends_forward, "W": ()}.get(kind, self.sends_backward)
 
     def kept_after(self, kind: str) -> frozenset[fx.Node]:

@@ -45,7 +45,6 @@ class PipelineStructure(BaseProgram):
         return receiving_stage(self.schedule, action)
 
     def message(self, action: Action) -> tuple[fx.Node, ...]:
-        """Return the values that an action sends to its neighbour."""
         return self.stage_of(action).sends(action.kind)
 
     def sends(self, rank: int) -> Iterator[tuple[fx.Node, str]]:

@@ -23,9 +23,8 @@ def compare(
 ) -> None:
     """Raise an error that names the first leaf that differs, unless two trees are equal.
 
-    `rtol` is the largest |got − want| allowed, relative to the largest |want| of the leaf, for all leaves or for each;
-    by default it depends on the dtype. Every leaf may differ by eight roundings of the largest leaf. A leaf may consist
-    of rounding errors alone. The gradient of keys' biases does, since they shift all scores of a query by one number.
+    `rtol` is the largest |got − want| allowed, relative to the largest |want| of the leaf, for all leaves or for each.
+    A leaf may consist of rounding errors alone, so each may differ by eight roundings of the largest leaf.
     """
     register_dataclasses(got, want)
     if optree.tree_structure(got) != optree.tree_structure(want):

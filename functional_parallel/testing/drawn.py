@@ -31,13 +31,7 @@ _ANY = {aten.eq.Scalar, aten.ne.Scalar, aten.eq.Tensor, aten.ne.Tensor}  # their
 def drawn_arguments(
     loss: Callable[..., PyTree], args: tuple[PyTree, ...], *, exact: bool
 ) -> Iterator[tuple[PyTree, ...]]:
-    """Draw arguments of a function, equal in every process; the most thorough draw is first.
-
-    Floating leaves become float64 and keep their signs. If they are in the interval [0, 1], they stay there. With
-    `exact` (sums have to stay exact) they keep their elements, in another order. Integers of the batch are drawn from
-    the range that the function's own ops prove legal (rows of an embedding, classes of a cross entropy with its ignored
-    label). Without such a proof they keep their elements, in another order. Booleans, integers among the parameters,
-    and leaves with infinities stay.
+    """Draw arguments of a function, equal in every process, as `assert_equivalent` describes.
 
     Later draws change less: first only the parameters, then the same two draws in the given dtypes.
     """

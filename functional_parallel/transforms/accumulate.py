@@ -75,8 +75,7 @@ def microbatched(f: LocalFunction, batch: SpecTree, describe: str) -> LocalFunct
 
     `fp.compile` and `fp.train_step` bind the microbatch axis. If nothing binds it, the result computes the full batch
     like `f`. This is needed for a derivative of torch.func, which `fp.compile` treats as a plain function: it must be a
-    derivative of `f` itself. Specs in `batch` are over the axis "microbatch". By default they cut the dims that data
-    axes split, or without data axes dim 0.
+    derivative of `f` itself.
     """
 
     def in_specs(inner: Resolved) -> tuple[SpecTree, ...]:

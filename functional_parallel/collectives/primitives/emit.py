@@ -34,7 +34,6 @@ def apply_primitive(operation: str, x: Tensor, axes: Sequence[str], *params: Par
 
 
 def axis_index(axes: Sequence[str]) -> Tensor:
-    """Return the index of this rank along the axes, the first one major, as a Varying integer scalar."""
     axes = tuple(axes)
     if not share_communicator("axis_index", axes):
         index = axis_index(axes[:1])

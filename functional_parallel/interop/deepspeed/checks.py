@@ -59,7 +59,6 @@ class Problems(list[str]):
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a file or a dict."""
     if isinstance(source, Mapping):
         return dict(source)
     text = Path(source).read_text()

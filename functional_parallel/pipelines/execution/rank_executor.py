@@ -34,7 +34,6 @@ class RankExecutor:
         self.early: dict[tuple[fx.Node, int], dict[int, Any]] = {}  # by sum and chain: summands before their turn
 
     def begin(self) -> None:
-        """Run the prologue."""
         prologue = self.program.prologues[self.rank]
         made = self.run(prologue.program, [self.inputs[node] for node in prologue.inputs])
         for (node, microbatch), value in zip(prologue.outputs, made, strict=True):
@@ -44,7 +43,6 @@ class RankExecutor:
                 self.of_microbatch[microbatch][node] = value
 
     def end(self, level: int) -> None:
-        """Run a level of the epilogue."""
         part = self.program.epilogue.parts[level].get(self.rank)
         if part is not None:
             made = self.run(part.program, [self.late_value(node) for node in part.inputs])
