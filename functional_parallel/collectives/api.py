@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import primitives, shapes
+from . import primitives
 from .axes import Axes, axis_size, normalize_axes
-from .leaves import NUMBERS, Leaf, checked_emit, over_leaves, split_dim_of
+from .leaves import NUMBERS, Leaf, checked_emit, emit_leaves, over_leaves
 from .types import State, called
 
 Tree = TypeVar("Tree")
@@ -102,7 +102,7 @@ def pmax(x: Tree, axis: Axes) -> Tree:
     Returns:
         A pytree of the same shapes.
     """
-    return _extreme("pmax", x, axis)
+    return emit_leaves("pmax", x, axis, numbers=True)
 
 
 def pmin(x: Tree, axis: Axes) -> Tree:
@@ -122,14 +122,7 @@ def pmin(x: Tree, axis: Axes) -> Tree:
     Returns:
         A pytree of the same shapes.
     """
-    return _extreme("pmin", x, axis)
-
-
-def _extreme(operation: str, tree: Tree, axis: Axes) -> Tree:
-    def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
-        return value if isinstance(value, NUMBERS) else checked_emit(operation, value, axes)
-
-    return over_leaves(operation, leaf, tree, axis, numbers=True)
+    return emit_leaves("pmin", x, axis, numbers=True)
 
 
 def psum_scatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
@@ -154,12 +147,7 @@ def psum_scatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
     Raises:
         CollectiveShapeError: when there is no such dim, or n does not divide its size.
     """
-
-    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
-        at = split_dim_of("psum_scatter", value, dim, axes)
-        return checked_emit("psum_scatter", value, axes, dim=at, src="auto")
-
-    return over_leaves("psum_scatter", leaf, x, axis)
+    return emit_leaves("psum_scatter", x, axis, dim=dim, src="auto")
 
 
 # --- Gathering and slicing ---
@@ -188,12 +176,7 @@ def all_gather(x: Tree, axis: Axes, dim: int = 0, to: str = "varying") -> Tree:
     Raises:
         CollectiveShapeError: when there is no such dim.
     """
-
-    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
-        at = shapes.canonical_dim("all_gather", value.shape, dim)
-        return checked_emit("all_gather", value, axes, dim=at, dst=to)
-
-    return over_leaves("all_gather", leaf, x, axis)
+    return emit_leaves("all_gather", x, axis, dim=dim, dst=to)
 
 
 def pscatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
@@ -217,11 +200,7 @@ def pscatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
     Raises:
         CollectiveShapeError: when there is no such dim, or n does not divide its size.
     """
-
-    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
-        return checked_emit("pscatter", value, axes, dim=split_dim_of("pscatter", value, dim, axes))
-
-    return over_leaves("pscatter", leaf, x, axis)
+    return emit_leaves("pscatter", x, axis, dim=dim)
 
 
 # --- Moving ---
@@ -250,13 +229,7 @@ def all_to_all(x: Tree, axis: Axes, split_dim: int, concat_dim: int) -> Tree:
     Raises:
         CollectiveShapeError: when there is no such dim, or n does not divide its size.
     """
-
-    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
-        split = split_dim_of("all_to_all", value, split_dim, axes)
-        concat = shapes.canonical_dim("all_to_all", value.shape, concat_dim)
-        return checked_emit("all_to_all", value, axes, split_dim=split, concat_dim=concat)
-
-    return over_leaves("all_to_all", leaf, x, axis)
+    return emit_leaves("all_to_all", x, axis, split_dim=split_dim, concat_dim=concat_dim)
 
 
 def ppermute(x: Tree, axis: Axes, pairs: Iterable[tuple[int, int]]) -> Tree:
@@ -279,12 +252,7 @@ def ppermute(x: Tree, axis: Axes, pairs: Iterable[tuple[int, int]]) -> Tree:
     Raises:
         CollectiveShapeError: when a rank does not exist, sends twice or receives twice.
     """
-    pairs = list(pairs)
-
-    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
-        return checked_emit("ppermute", value, axes, pairs=shapes.checked_pairs("ppermute", pairs, axes))
-
-    return over_leaves("ppermute", leaf, x, axis)
+    return emit_leaves("ppermute", x, axis, pairs=list(pairs))
 
 
 def pbroadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
@@ -307,11 +275,7 @@ def pbroadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
     Raises:
         CollectiveShapeError: when there is no such rank.
     """
-
-    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
-        return checked_emit("pbroadcast", value, axes, source=shapes.checked_rank("pbroadcast", "source", source, axes))
-
-    return over_leaves("pbroadcast", leaf, x, axis)
+    return emit_leaves("pbroadcast", x, axis, source=source)
 
 
 # --- Casts, which send nothing, and the index of the rank ---
@@ -348,13 +312,7 @@ def pcast(x: Tree, axis: Axes, to: str, src: str = "auto") -> Tree:
     Raises:
         CollectiveTypeError: when x is known to have another state than the source of the cast.
     """
-
-    def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
-        if isinstance(value, NUMBERS):
-            return value
-        return checked_emit("pcast", value, axes, src=src, dst=State(to).value)
-
-    return over_leaves("pcast", leaf, x, axis, numbers=True)
+    return emit_leaves("pcast", x, axis, numbers=True, src=src, dst=State(to).value)
 
 
 def pvary(x: Tree, axis: Axes) -> Tree:

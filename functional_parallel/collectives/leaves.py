@@ -41,6 +41,28 @@ def over_leaves(
     return mapped
 
 
+def emit_leaves(operation: str, tree: Tree, axis: Axes, *, numbers: bool = False, **params: Any) -> Tree:
+    """Apply a primitive to the tensors of a pytree, with checked dims and ranks. Numbers, if allowed, stay."""
+
+    def leaf(value: Any, axes: tuple[str, ...]) -> Leaf:
+        if isinstance(value, NUMBERS):
+            return value
+        checked = {name: _checked(operation, value, axes, name, each) for name, each in params.items()}
+        return checked_emit(operation, value, axes, **checked)
+
+    return over_leaves(operation, leaf, tree, axis, numbers)
+
+
+def _checked(operation: str, x: Tensor, axes: tuple[str, ...], name: str, value: Any) -> Param:
+    if name == "source":
+        return shapes.checked_rank(operation, name, value, axes)
+    if name == "pairs":
+        return shapes.checked_pairs(operation, value, axes)
+    if name == "concat_dim" or (name == "dim" and operation == "all_gather"):
+        return shapes.canonical_dim(operation, x.shape, value)
+    return split_dim_of(operation, x, value, axes) if name in ("dim", "split_dim") else str(value)
+
+
 def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Param) -> Tensor:
     for axis in axes:
         carrier = communicator_for(operation, (axis,))

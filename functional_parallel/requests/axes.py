@@ -51,7 +51,7 @@ def owners_of(layout: Layout) -> dict[str, int]:
 
 
 class ReplicaState(NamedTuple):
-    """State of a training step with replicas. The leaves of `params`, `optimizer` and `loss` have one row per replica."""
+    """State of a training step with replicas: `params`, `optimizer` and `loss` have one row per replica."""
 
     params: PyTree  # the replicas' parameters
     optimizer: PyTree  # the states of their optimizers

@@ -274,15 +274,9 @@ def _check_layout(layout: str, stage: int, axis: str, specs: Rules, whole_below:
     if stage == 0:
         raise ValueError(f"{call}: stage 0 splits nothing, so there is no layout; take stage 1 or 2, or leave it out")
     if stage == 3:
-        raise ValueError(
-            f"{call}: stage 3 gathers each parameter just before its use, so each is split by itself; leave the layout "
-            "out, or take stage 2, which keeps parameters whole"
-        )
+        raise ValueError(f"{call}: stage 3 gathers each parameter by itself; leave the layout out, or take stage 2")
     if specs is not None or whole_below:
-        raise ValueError(
-            f"{call}: specs and whole_below say how single parameters are split, and end to end they are not; leave "
-            "them out, or the layout"
-        )
+        raise ValueError(f"{call}: specs and whole_below split single parameters; leave them out, or the layout")
 
 
 def _shards(inner: Resolved, axis: str, whole_below: int = 0) -> list[P]:
