@@ -47,10 +47,7 @@ def _underivable(name: str) -> Callable[..., Tensor]:
 
     def kernel(keyset: torch._C.DispatchKeySet, x: Tensor, *params: Param, **sent: str) -> Tensor:
         if (x.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(x).tangent is not None:
-            raise TypeError(
-                f"torch.ops.fp.{name} is a node of a traced program and has no derivative; call fp.{name}, "
-                f"or to interpret a traced graph, collectives.apply_primitive({name!r}, ...)"
-            )
+            raise _raw(name, "no derivative")
         with torch._C._AutoDispatchBelowAutograd():
             result: Tensor = op.redispatch(keyset & torch._C._after_autograd_keyset, x, *params, **sent)
             return result
@@ -62,12 +59,16 @@ def _unbatchable(name: str) -> Callable[..., Tensor]:
     """Reject vmap of the raw op. torch's fallback would run one collective per entry, in an arbitrary order."""
 
     def kernel(*_: Tensor | Sequence[str] | Param, **__: str) -> Tensor:
-        raise TypeError(
-            f"torch.ops.fp.{name} is a node of a traced program and has no vmap rule; call fp.{name}, "
-            f"or to interpret a traced graph, collectives.apply_primitive({name!r}, ...)"
-        )
+        raise _raw(name, "no vmap rule")
 
     return kernel
+
+
+def _raw(name: str, lacks: str) -> TypeError:
+    return TypeError(
+        f"torch.ops.fp.{name} is a node of a traced program and has {lacks}; call fp.{name}, or to interpret a traced "
+        f"graph, collectives.apply_primitive({name!r}, ...)"
+    )
 
 
 def _carried(name: str) -> Callable[..., Tensor]:

@@ -100,18 +100,12 @@ def scatter(inputs: PyTree, devices: Devices, dim: int = 0) -> list[PyTree]:
     tensors = {path or "the input": leaf for path, leaf in paths if isinstance(leaf, Tensor)}
     scalars = [path for path, tensor in tensors.items() if not -tensor.ndim <= dim < tensor.ndim]
     if scalars:
-        raise ValueError(
-            f"interop.scatter along dim {dim}: {', '.join(scalars)} has no such dim; pass a number, which goes to all "
-            "devices, or give it the dim: x.expand(batch)"
-        )
+        raise ValueError(f"interop.scatter along dim {dim}: {', '.join(scalars)} has no such dim; give it, or a number")
     parts = [leaf.chunk(len(targets), dim) if isinstance(leaf, Tensor) else [leaf] * len(targets) for leaf in leaves]
     counts = {len(tensor.chunk(len(targets), dim)) for tensor in tensors.values()}
     if len(counts) > 1:
         listed = ", ".join(f"{path}: {tensor.shape[dim]}" for path, tensor in tensors.items())
-        raise ValueError(
-            f"interop.scatter along dim {dim}: the sizes {listed} do not give {len(targets)} chunks alike; make the "
-            "tensors equally long"
-        )
+        raise ValueError(f"interop.scatter along dim {dim}: the sizes {listed} do not give {len(targets)} chunks alike")
     return [
         tree.unflatten([x.to(device=device) if isinstance(x, Tensor) else x for x in own])
         for device, *own in zip(targets, *parts, strict=False)  # as many as there are chunks
@@ -173,10 +167,7 @@ def gather(outputs: Sequence[PyTree], device: Device | None = None, dim: int = 0
     trees = [optree.tree_structure(output) for output in outputs]
     for number, tree in enumerate(trees):
         if tree != trees[0]:
-            raise ValueError(
-                f"interop.gather: output {number} has the structure {tree}, but output 0 has {trees[0]}; return the "
-                "same from every replica"
-            )
+            raise ValueError(f"interop.gather: output {number} has the structure {tree}, but output 0 has {trees[0]}")
     paths = [path or "the output" for path in tree_paths(outputs[0])]
     columns = zip(paths, zip(*map(optree.tree_leaves, outputs), strict=True), strict=True)
     return trees[0].unflatten([_joined(path, parts, device, dim) for path, parts in columns])
@@ -187,10 +178,7 @@ def _joined(path: str, parts: Sequence[PyTree], device: Device | None, dim: int)
         target = parts[0].device if device is None else device
         return torch.cat([(part if part.ndim else part.unsqueeze(0)).to(device=target) for part in parts], dim)
     if any(isinstance(part, Tensor) or part != parts[0] for part in parts):
-        raise ValueError(
-            f"interop.gather: {path} is {', '.join(map(repr, parts))}; what is not a tensor must be equal on all "
-            "replicas: return a tensor"
-        )
+        raise ValueError(f"interop.gather: {path} is {', '.join(map(repr, parts))}; return a tensor, or equal values")
     return parts[0]
 
 
@@ -199,7 +187,4 @@ def _devices(devices: Devices, who: str) -> Sequence[Device | None]:
         return [None] * devices
     if isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
         return [torch.device(device) for device in devices]
-    raise ValueError(
-        f"interop.{who}: devices={devices!r}: give a list of devices, or a number of replicas, 1 or more, that stay "
-        "where the tensors are"
-    )
+    raise ValueError(f"interop.{who}: devices={devices!r}: give a list of devices, or a number of replicas, 1 or more")

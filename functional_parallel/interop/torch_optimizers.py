@@ -86,10 +86,7 @@ def require_fresh(optimizer: torch.optim.Optimizer) -> None:
             "the first step, leave out optimizer.step(), and continue a run by step.train.load"
         )
     if _torch.has_step_hooks(optimizer):
-        raise SideEffectError(
-            "prepare: the optimizer has step hooks, Python functions that a compiled step cannot call. Remove them, or "
-            "call them in the loop"
-        )
+        raise SideEffectError("prepare: the optimizer has step hooks, which a step cannot call. Call them in the loop")
 
 
 def options_of(optimizer: torch.optim.Optimizer, *, with_rates: bool) -> list[dict[str, Any]]:
@@ -112,10 +109,7 @@ def rates_of(scheduler: Any, optimizer: torch.optim.Optimizer, every: int) -> li
             "fp.optim a rate from schedules, or stop and load the state with another optimizer when the loss stalls"
         )
     if not isinstance(scheduler, LRScheduler):
-        raise TypeError(
-            f"prepare takes a scheduler of torch.optim.lr_scheduler, not {type(scheduler).__name__}; an optimizer of "
-            "fp.optim takes its schedule as its rate"
-        )
+        raise TypeError(f"prepare takes a scheduler of torch.optim.lr_scheduler, not {type(scheduler).__name__}")
     if scheduler.optimizer is not optimizer:
         raise ValueError("prepare: the scheduler belongs to another optimizer than the one that is given")
     if not (isinstance(every, int) and every > 0):

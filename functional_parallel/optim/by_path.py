@@ -158,10 +158,7 @@ class _ByPath:
             before = tree_map_params(group.of, state.groups[pattern], group.structure)
             new, after = optimizer.update(group.of(grads), before, own, *further, **named)
             if optree.tree_structure(new) != optree.tree_structure(own):
-                raise ValueError(
-                    f"by_path: the update of {pattern!r} returned parameters of another structure than the dict of "
-                    f"{', '.join(own)} that it was given"
-                )
+                raise ValueError(f"by_path: the update of {pattern!r} returned other parameters than {', '.join(own)}")
             for path, number in group.members.items():
                 leaves[number] = new[path]
             states[pattern] = group.spread(after)

@@ -91,10 +91,7 @@ def chain(*transformations: Transformation) -> Optimizer:
     """
     for each in transformations:
         if not isinstance(each, Transformation):
-            raise TypeError(
-                f"chain takes transformations, such as fp.optim.scale_by_adam(), not {each!r}; an optimizer has its "
-                "learning rate already"
-            )
+            raise TypeError(f"chain takes transformations, such as fp.optim.scale_by_adam(), not {each!r}")
     return chained("chain", lambda step, *moments: ChainState(step, moments), *transformations)
 
 

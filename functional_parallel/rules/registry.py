@@ -86,10 +86,7 @@ def register_rule(
     >>> fp.register_rule(torch.ops.doctest_rules.double, "~... -> ...")
     """
     if not isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        raise TypeError(
-            f"register_rule takes an op, as torch.ops.mylib.scale_rows, not {op!r}; a function of torch's ops does not "
-            "need a rule"
-        )
+        raise TypeError(f"register_rule takes an op, as torch.ops.mylib.scale_rows, not {op!r}")
     if isinstance(text, str):
         parse_rule(text)
     elif not callable(text):
