@@ -142,9 +142,8 @@ class Typing:
         if forward is None or not info(forward).implicit_cast:
             return
         raise TypingError(
-            f"{_where(forward)}: a torch.func derivative was taken inside this body of an op where a value that is the "
-            "same on all ranks meets one that varies; its gradient would lack the sum over ranks. Use fp.grad "
-            "(fp.grad_and_value, fp.hessian) instead of torch.func's, or write fp.pvary on the invariant value"
+            f"{_where(forward)}: a torch.func derivative of an op where an invariant value meets one that varies lacks "
+            "the sum over ranks. Use fp.grad (fp.grad_and_value, fp.hessian), or write fp.pvary on the invariant value"
         )
 
 

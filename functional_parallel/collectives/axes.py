@@ -135,12 +135,7 @@ def axis_size(axis: Axes) -> int:
 
 
 def axis_dim_split(name: str) -> DimSplit:
-    """Return the split of a dim over an axis: one chunk per rank, equal except for microbatches.
-
-    >>> with bind({"microbatch": 4}, None, {"microbatch": 11}):
-    ...     axis_dim_split("microbatch").rows
-    3
-    """
+    """Return the split of a dim over an axis: one chunk per rank, equal except for microbatches."""
     binding = _visible("axis_dim_split", name)
     return DimSplit.of(binding.size, binding.samples)
 

@@ -68,9 +68,8 @@ def _check_module(module: nn.Module) -> None:
     for base in type(module).__mro__:
         if base.__name__ in _PARALLEL_MODULES and base.__module__.startswith("torch."):
             raise ForeignCollectiveError(
-                f"the function holds a {base.__name__} module, whose communication happens in hooks that function "
-                f"transforms never run: gradients would stay local. Pass the module inside it to fp.functional and "
-                f"use {_PARALLEL_MODULES[base.__name__]}"
+                f"the function holds a {base.__name__} module, whose hooks transforms never run: gradients stay local. "
+                f"Pass the module inside it to fp.functional and use {_PARALLEL_MODULES[base.__name__]}"
             )
 
 

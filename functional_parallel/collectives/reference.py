@@ -18,11 +18,7 @@ Values = Sequence[Tensor]
 
 
 def apply_reference(call: CollectiveCall, values: Values) -> list[Tensor]:
-    """Apply a primitive to the operand of every rank.
-
-    >>> apply_reference(CollectiveCall("psum", None, ("i",), src="varying"), [torch.tensor(1), torch.tensor(2)])
-    [tensor(3), tensor(3)]
-    """
+    """Apply a primitive to the operand of every rank."""
     return _OPERATIONS[call.kind](values, **call.routing)
 
 

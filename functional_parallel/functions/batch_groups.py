@@ -30,8 +30,7 @@ class BatchSplit:
         if rest or not samples:
             raise ValueError(
                 f"batch norm of an input of shape {tuple(x.shape)}: its dim 0 does not divide by {self.ranks} ranks × "
-                f"{self.microbatches} microbatches, which have separate statistics; give a batch that does, or "
-                "leave groups= out of fp.functional, for the statistics of the global batch"
+                f"{self.microbatches} microbatches; give a batch that does, or leave groups= out of fp.functional"
             )
         return x.reshape(self.ranks, self.microbatches, samples, *x.shape[1:])
 

@@ -40,9 +40,8 @@ def require_no_group(module: nn.Module) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"fp.functional: SyncBatchNorm with process_group= takes the statistics of that group's ranks, but a "
-            f"function has no ranks: {', '.join(wrong)}. Leave process_group out for those of the global batch; for "
-            "groups of the batch map the function over them, see docs/how_do_i.md"
+            f"fp.functional: SyncBatchNorm with process_group= needs ranks, and a function has none: "
+            f"{', '.join(wrong)}. Leave it out for the global batch; for groups of it, see docs/how_do_i.md"
         )
 
 

@@ -92,17 +92,11 @@ _hooks_are_replaced = threading.RLock()
 
 
 class _Hooks:
-    """The forward hooks of a module and of all modules, while they are watched.
-
-    Attributes:
-        assigned: attributes that hooks have assigned.
-        idle, effective: names of the hooks that have changed nothing, and of those that have changed something.
-    """
-
     def __init__(self, module: nn.Module) -> None:
         self._paths = {id(each): path for path, each in module.named_modules()}
         self._found = [(path or "the module", kind, hooks) for path, kind, hooks in _torch.forward_hooks(module)]
-        self.assigned, self.idle, self.effective = set[str](), set[str](), set[str]()
+        self.assigned = set[str]()  # attributes that hooks have assigned
+        self.idle, self.effective = set[str](), set[str]()  # hooks that have changed nothing, and something
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -39,27 +39,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a local function lies on any mesh, and the requests of its transforms. All have the innermost one first.
+    """How a local function lies on any mesh, and the requests of its transforms. All have the innermost one first."""
 
-    Attributes:
-        axes: the axes that the function is local to.
-        describe: the transforms, for messages.
-        requests: what the transforms ask of the code that compiles the function.
-        signature: that of the user's function.
-        resolvers: what the transforms contribute to the layouts of the arguments.
-        lies: how parameters and other arguments lie as far as it is known without shapes, by transform.
-        start: the layouts before the first resolver, from arguments and mesh.
-        order: position of the outermost transform in the legal order.
-    """
-
-    axes: tuple[str, ...] = ()
-    describe: tuple[str, ...] = ()
-    requests: tuple[Request, ...] = ()
-    signature: Signature | None = None
-    resolvers: tuple[Resolver, ...] = ()
-    lies: tuple[tuple[str, str], ...] = ()
-    start: Callable[[tuple[PyTree, ...], Mesh], Resolved] = Resolved.of
-    order: int = 0
+    axes: tuple[str, ...] = ()  # that the function is local to
+    describe: tuple[str, ...] = ()  # the transforms, for messages
+    requests: tuple[Request, ...] = ()  # what the transforms ask of the code that compiles the function
+    signature: Signature | None = None  # of the user's function
+    resolvers: tuple[Resolver, ...] = ()  # what the transforms contribute to the layouts of the arguments
+    lies: tuple[tuple[str, str], ...] = ()  # by transform, how parameters and others lie, known without shapes
+    start: Callable[[tuple[PyTree, ...], Mesh], Resolved] = Resolved.of  # the layouts before the first resolver
+    order: int = 0  # position of the outermost transform in the legal order
 
     def __repr__(self) -> str:
         axes = ", ".join(map(repr, self.axes)) or "no axis"

@@ -30,30 +30,18 @@ class Resolved:
     zero(1, 'data') on Mesh(data=2)
       0: P(reduced={'data'}), at rest P(), in the update P('data')
       1: P('data')
-
-    Attributes:
-        name: the transform that contributed last.
-        mesh: the mesh, with the axes of microbatches.
-        args: the arguments as the function takes them; of tensors only the shapes.
-        specs: specs of the leaves in the function, over the axes of all transforms.
-        own: specs over the axis of the last transform alone.
-        update: for each parameter, the axes that split its update and optimizer state in addition (ZeRO-1 and 2).
-        norm: for each parameter, the axes that split its gradient in addition for the sum of squares; None if no
-            transform decides.
-        stacks: which parameters of the user are stacks of layers, which the function takes separately.
-        inner: layouts of the function inside.
     """
 
-    name: str
-    mesh: Mesh
-    args: tuple[PyTree, ...] = field(compare=False, repr=False)
+    name: str  # the transform that contributed last
+    mesh: Mesh  # with the axes of microbatches
+    args: tuple[PyTree, ...] = field(compare=False, repr=False)  # as the function takes them; of tensors the shapes
     tree: optree.PyTreeSpec
-    specs: tuple[P, ...]
-    own: tuple[P, ...]
-    update: tuple[P, ...]
-    norm: tuple[P, ...] | None = None
-    stacks: StackedTree | None = None
-    inner: Resolved | None = None
+    specs: tuple[P, ...]  # of the leaves in the function, over the axes of all transforms
+    own: tuple[P, ...]  # over the axis of the last transform alone
+    update: tuple[P, ...]  # the axes that split update and optimizer state of each parameter in addition (ZeRO-1 and 2)
+    norm: tuple[P, ...] | None = None  # the same of each gradient for the sum of squares; None if no transform decides
+    stacks: StackedTree | None = None  # parameters of the user that are stacks of layers, taken separately
+    inner: Resolved | None = None  # layouts of the function inside
 
     @classmethod
     def of(cls, args: tuple[PyTree, ...], mesh: Mesh, specs: Iterable[P] | None = None, name: str = "") -> Resolved:

@@ -37,8 +37,7 @@ def translated(optimizer: torch.optim.Optimizer, module: nn.Module, rates: list[
         known = ", ".join(each.__name__ for each in _CLASSES)
         raise TypeError(
             f"prepare cannot translate {kind.__module__}.{kind.__qualname__}: it knows {known} of torch.optim, and no "
-            "subclass of them, which may update differently. Give an optimizer of fp.optim, or a pair of functions "
-            "fp.optim.Optimizer(init, update)"
+            "subclass. Give an optimizer of fp.optim, or a pair fp.optim.Optimizer(init, update)"
         )
     require_fresh(optimizer)
     names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}

@@ -97,8 +97,7 @@ def ctc_loss(
     if targets.ndim != 2 - single:
         raise TracingError(
             f"{current_source()}: ctc_loss needs targets with a row per sample, (batch, longest), got "
-            f"{tuple(targets.shape)}: a trace does not know the offsets of concatenated targets. Pad them by "
-            "torch.nn.utils.rnn.pad_sequence(targets, batch_first=True)"
+            f"{tuple(targets.shape)}. Pad them by torch.nn.utils.rnn.pad_sequence(targets, batch_first=True)"
         )
     inputs, lengths = (torch.as_tensor(each, device=log_probs.device) for each in (input_lengths, target_lengths))
     if single:

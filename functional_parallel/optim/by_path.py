@@ -106,9 +106,8 @@ class _ByPath:
         if wrong:
             sharded = next(pattern for pattern, each in self.trained.items() if each.specs)
             raise ValueError(
-                f"by_path: the optimizer of {sharded!r} has `specs`, so all get shards. But the optimizer of "
-                f"{', '.join(map(repr, wrong))} has neither `specs` nor `elementwise`, so it needs full parameters. "
-                "Give it elementwise=True if it is elementwise, or `specs` if it can work on shards"
+                f"by_path: the optimizer of {sharded!r} has `specs`, so all get shards. That of "
+                f"{', '.join(map(repr, wrong))} has neither these nor elementwise=True: give it one if it can do that"
             )
 
     def _assigned(self, params: PyTree) -> list[str]:

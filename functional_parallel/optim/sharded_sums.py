@@ -16,9 +16,8 @@ from ..functions import PyTree, SpecTree
 def decays_and_specs(optimizer: str, needs: str, decays: PyTree, specs: SpecTree, params: PyTree) -> PyTree:
     if specs is None and current_axes():
         raise ValueError(
-            f"{optimizer} was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "
-            f"{needs} to know which axes split which dim. Write optimizer.update(grads, state, "
-            "params, specs) with the specs of the parameters (P() if replicated), or use adamw, which is elementwise"
+            f"{optimizer} was given shards over {', '.join(current_axes())} without specs; {needs} to know which axes "
+            "split which dim. Write optimizer.update(grads, state, params, specs), or use adamw, which is elementwise"
         )
     return optree.tree_map(lambda *pair: pair, decays, broadcast_specs(P() if specs is None else specs, params))
 

@@ -45,9 +45,8 @@ def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh
         return dict.fromkeys(forward, 0)
     if not forward:
         raise PipelineError(
-            "all of the model is computed in its backward, where fp.pipeline does not look for cuts: nobody asks for "
-            "the loss, and fp.remat('nothing') keeps nothing of the forward; compile fp.grad_and_value, or mark the "
-            "stages with fp.stage_boundary"
+            "all of the model is computed in its backward, where fp.pipeline does not look for cuts; compile "
+            "fp.grad_and_value without fp.remat('nothing'), or mark the stages with fp.stage_boundary"
         )
     return _balanced(forward, _costs(forward, roles, cut.balance, mesh), stages)
 
@@ -71,9 +70,8 @@ def _by_marks(forward: list[fx.Node], roles: OpRoles, marks: int, stages: int) -
     empty = sorted(set(range(stages)) - set(found.values()) - backward)  # a linear last stage has only a backward
     if empty:
         raise PipelineError(
-            f"stage {empty[0]} of {stages} uses no parameter and makes no value that a later stage needs: two "
-            "fp.stage_boundary() follow one another, or what stands there depends on the batch alone or is not used; "
-            "take one out, or move it"
+            f"stage {empty[0]} of {stages} uses no parameter and makes no value that a later stage needs, or "
+            "depends on the batch alone: take out an fp.stage_boundary() next to it, or move it"
         )
     return found
 

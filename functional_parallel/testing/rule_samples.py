@@ -55,10 +55,7 @@ def sample_of(op: Callable[..., PyTree], number: int, sample: tuple[PyTree, ...]
     node = _call_of(op, traced) or _call_of(op, prepare(traced))
     if node is None:
         names = ", ".join(str(node.target) for node in traced.nodes) or "no op at all"
-        raise ValueError(
-            f"check_rule({op}): the graph of sample {number} holds {names}, not the op; rules are looked up for the "
-            "ops of the graph, so check those"
-        )
+        raise ValueError(f"check_rule({op}): the graph of sample {number} holds {names}, not the op; check those")
     tensors = (index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     by_input = dict(zip(traced.inputs, tensors, strict=True))
     operands = [by_input.get(operand) for operand in tensor_operands(node)]

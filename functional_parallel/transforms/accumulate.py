@@ -83,9 +83,8 @@ def microbatched(f: LocalFunction, batch: SpecTree, describe: str) -> LocalFunct
         found = batch_arg_specs(inner.args, batch, P(MICROBATCH)) if cut is None else cut
         if batch is not None and found and not names_microbatches(found):
             raise SpecError(
-                f"{describe}, batch={batch!r}: no argument is cut into microbatches. These specs are over the axis "
-                f"{MICROBATCH!r}: write P({MICROBATCH!r}) to cut dim 0, or leave batch= out to cut the dims that data "
-                "axes split"
+                f"{describe}, batch={batch!r}: no argument is cut into microbatches; write P({MICROBATCH!r}) to cut "
+                "dim 0, or leave batch= out to cut the dims that data axes split"
             )
         return (P(), *found)
 

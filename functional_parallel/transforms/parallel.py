@@ -215,8 +215,7 @@ class zero(Transform):
         for held, rank in owners_of(f.layout).items():
             raise ValueError(
                 f"{name} stands outside of {' → '.join(f.layout.describe)}: rank {rank} of {held!r} holds all training "
-                f"state there, so none of it is sharded or replicated over {self.axis!r}; leave master= out to use "
-                f"{name}"
+                f"state there, and {self.axis!r} shards none of it; leave master= out to use {name}"
             )
         gathered, lies = (0,) if self.stage == 3 else (), (self._lie(), batch_lies(self.batch, self.axis))
         how = Partitioning(name, self.axis, self.in_specs, gathered=gathered, strict=self.strict, lies=lies)

@@ -102,10 +102,7 @@ class pipeline(Transform):
         if isinstance(schedule, str):
             get(schedule)  # raises for an unknown name
         elif not isinstance(schedule, Schedule) and not callable(schedule):
-            raise ValueError(
-                f"pipeline(schedule={schedule!r}): give a name such as '1f1b', an fp.schedules.Schedule (Schedule.of "
-                "makes one of text), or a function of stages and microbatches"
-            )
+            raise ValueError(f"pipeline(schedule={schedule!r}): give a name such as '1f1b', a Schedule or a function")
         super().__post_init__()
         self._check_chunks()
 
@@ -177,10 +174,7 @@ class pipeline(Transform):
 def _schedule(plan: pipeline, ranks: int) -> Schedule:
     made, own = _made(plan, ranks), plan.schedule
     if not isinstance(made, Schedule):
-        raise PipelineError(
-            f"the function that shall make the schedule, {getattr(own, '__name__', own)!r}, made a "
-            f"{type(made).__name__}; it returns an fp.schedules.Schedule (Schedule.of makes one of text)"
-        )
+        raise PipelineError(f"the function {getattr(own, '__name__', own)!r} made a {type(made).__name__}, no Schedule")
     if made.ranks != ranks or made.microbatches != plan.microbatches:
         raise PipelineError(
             f"{made.name} is for {made.ranks} ranks and {made.microbatches} microbatches, but the axis {plan.axis!r} "
@@ -224,9 +218,8 @@ def stage_boundary(x: T) -> T:
     """
     if source.is_in_region():
         raise PipelineError(
-            f"{source.current_source()}: fp.stage_boundary() stands inside a function whose inside is computed again "
-            "for the backward (fp.recompute, torch.utils.checkpoint), and a block is computed again on one stage: put "
-            "it before or after that function"
+            f"{source.current_source()}: fp.stage_boundary() stands inside a function that the backward recomputes "
+            "(fp.recompute, torch.utils.checkpoint) on one stage: put it before or after that function"
         )
     source.pass_stage_boundary()
     return x

@@ -325,7 +325,7 @@ BAD = {
     "no chunk": (lambda: fp.pipeline("pipe", schedule="interleaved", microbatches=2, chunks=0), "1 or more"),
     "a function that makes no schedule": (
         lambda: run(chain_of(4), FOUR, X, schedule=lambda stages, microbatches: ["0F0 0B0"]),
-        "'<lambda>', made a list; it returns an fp.schedules.Schedule",
+        "'<lambda>' made a list, no Schedule",
     ),
     "no such balance": (lambda: fp.pipeline("pipe", microbatches=2, balance="luck"), "'work' or 'memory'"),
     "outside a schedule's domain": (

@@ -69,9 +69,8 @@ def _embedding(
     # `max_norm` modifies the table.
     if max_norm is not None:
         raise TracingError(
-            f"{current_source()}: embedding(max_norm={max_norm}) changes the table in place, which a pure function "
-            "cannot do. Rescale its rows in the optimizer's update, or in the loss by "
-            "table * (max_norm / table.norm(dim=-1, keepdim=True)).clamp(max=1)"
+            f"{current_source()}: embedding(max_norm={max_norm}) changes the table in place. Rescale its rows in the "
+            "optimizer's update, or in the loss by table * (max_norm / table.norm(dim=-1, keepdim=True)).clamp(max=1)"
         )
     if not sparse:
         return NotImplemented
