@@ -22,7 +22,7 @@ from torch.fx.node import Argument
 from sharding_specs import P, tree_paths
 
 from .. import _torch
-from ..collectives import Lane, State, Type, current_axes, is_mapped, snapshot
+from ..collectives import HOLDING, Lane, State, Type, current_axes, is_mapped, snapshot
 from ..errors import ArgumentSpecError
 from ..ir import current_source, info, operands_of, primitive_name, update_info
 from ..ops import define_marker
@@ -139,7 +139,8 @@ def _type_difference(value: torch.Tensor, axes: Iterable[str], wanted: Type, spe
     for axis in axes:
         held = _state_of(value, axis, wanted[axis])
         if held is not wanted[axis]:
-            return f"{spec} is declared, but {_HOLDING[held].format(axis=axis)}; {_fix(held, wanted[axis], axis)}"
+            found = f"along {axis!r} it is {held} ({HOLDING[held]})"
+            return f"{spec} is declared, but {found}; {_fix(held, wanted[axis], axis)}"
     return None
 
 
@@ -151,15 +152,6 @@ def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
         return _I if node is None else (info(node).type or Type())[axis]
     carrier = snapshot()[axis].carrier
     return wanted if not isinstance(carrier, Lane) or wanted is not _V or is_mapped(value, carrier) else _I
-
-
-_HOLDING = {
-    _V: "it differs by rank along {axis!r}",
-    _I: "all ranks along {axis!r} hold the same",
-    _U: "the ranks along {axis!r} hold partial sums",
-    _R: "it is Reduced along {axis!r}",
-    _O: "one rank along {axis!r} holds it",
-}
 
 
 def _fix(held: State, wanted: State, axis: str) -> str:

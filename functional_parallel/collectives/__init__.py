@@ -38,5 +38,5 @@ from .guards import check_callable, check_op
 from .ops import primitive_of
 from .primitives import apply_primitive, gradients_at_call, keeping_grad_mode
 from .torch_names import broadcast, gather, recv, reduce, scatter, send
-from .types import State, Type, dual, result_type
+from .types import HOLDING, State, Type, dual, result_type
 from .vmap import dims_of_leaves, is_mapped, vmap

@@ -48,7 +48,7 @@ class State(str, Enum):
 
 _V, _I, _U, _R, _O = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED, State.OWNED
 _DUAL = {_U: _R, _R: _U}
-_HOLDING = {
+HOLDING = {
     _V: "every rank may hold a different value",
     _I: "every rank holds the same value already",
     _U: "the ranks hold partial sums",
@@ -229,5 +229,5 @@ def _check_cast(axis: str, state: State, params: Mapping[str, Param]) -> None:
 def _mismatch(operation: str, axis: str, state: State, fix: str = "") -> CollectiveTypeError:
     name, fix = state.name.capitalize(), fix or _FIXES.get((operation, state), _FIXES["", state])
     return CollectiveTypeError(
-        f"{operation} over axis {axis!r}: the operand is {name} there ({_HOLDING[state]}); {fix.format(axis=axis)}"
+        f"{operation} over axis {axis!r}: the operand is {name} there ({HOLDING[state]}); {fix.format(axis=axis)}"
     )

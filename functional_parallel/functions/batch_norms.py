@@ -40,7 +40,7 @@ def require_no_group(module: nn.Module) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"fp.functional: SyncBatchNorm with process_group= needs ranks, and a function has none: "
+            f"fp.functional: SyncBatchNorm with process_group=, but a function has no ranks: "
             f"{', '.join(wrong)}. Leave it out for the global batch; for groups of it, see docs/how_do_i.md"
         )
 

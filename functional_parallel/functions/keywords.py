@@ -102,13 +102,9 @@ def _hint(name: str, value: Any, own: list[str]) -> str:
 
 
 def _doubled(function: str, name: str, kind: str, shown: str) -> str:
-    said = f"{function} gets {name} twice, by position (a {kind}) and as {name}={shown}"
-    if name != "lr":
-        return said
-    return (
-        f"{said}. An optimizer of fp.optim holds no parameters: train.init(params) takes them. "
-        f"Write fp.optim.{function}(lr={shown})"
-    )
+    taken = "It holds no parameters: train.init(params) takes them"
+    own = f". {taken}. Write fp.optim.{function}(lr={shown})" if name == "lr" else ""
+    return f"{function} gets {name} twice, by position (a {kind}) and as {name}={shown}{own}"
 
 
 # --- Binding to positions ---

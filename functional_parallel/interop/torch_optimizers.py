@@ -114,7 +114,7 @@ def rates_of(scheduler: Any, optimizer: torch.optim.Optimizer, every: int) -> li
     if not (isinstance(every, int) and every > 0):
         raise ValueError(f"prepare(scheduler_every={every!r}): give a number of updates, at least 1")
     course = _Course(scheduler, optimizer, every)
-    course.rates(1)  # a scheduler that cannot be translated is refused here, not in training
+    course.at(1)  # a scheduler that cannot be translated is refused here, not in training
     return [_Rate(course, number) for number in range(len(optimizer.param_groups))]
 
 
@@ -150,10 +150,10 @@ class _Rate:
         self.momentum = self._momentum if course.cycles else None  # of SGD, or the first beta of Adam
 
     def __call__(self, updates: Any) -> float:
-        return self.course.rates(int(updates))[self.group]
+        return self.course.at(int(updates))[self.group][0]
 
     def _momentum(self, updates: Any) -> float:
-        return self.course.momenta(int(updates))[self.group]
+        return self.course.at(int(updates))[self.group][1]
 
     def __repr__(self) -> str:
         return f"{type(self.course.scheduler).__name__}, group {self.group}"
@@ -169,13 +169,8 @@ class _Course:
         self.every, self.cycles, self._found = every, _cycles(scheduler), [self._now()]
         self._others = self._options()
 
-    def rates(self, updates: int) -> list[float]:
-        return [rate for rate, _ in self._at(updates // self.every)]
-
-    def momenta(self, updates: int) -> list[float]:
-        return [momentum for _, momentum in self._at(updates // self.every)]
-
-    def _at(self, step: int) -> list[tuple[float, float]]:
+    def at(self, updates: int) -> list[tuple[float, float]]:
+        step = updates // self.every
         while len(self._found) <= step:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that no optimizer step preceded it

@@ -72,23 +72,18 @@ def _by_kind(held: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
 
 def _fused(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Options]) -> None:
     step, lr, beta1, beta2, eps, decay = options
-    split = _in_vectors if in_main_memory(held[0]) else _as_it_is
-    pieces = [split(x) for x in held]
+    pieces = list(map(_in_vectors, held))
     p, m, v = ([piece for each in kind for piece in each] for kind in _by_kind(pieces))
-    gradients = [piece for x in g for piece in split(x)]
+    gradients = [piece for x in g for piece in _in_vectors(x)]
     _torch.fused_adamw_(p, gradients, m, v, step, lr, beta1, beta2, decay, eps)
     for x, each in zip(held, pieces, strict=True):
         _put_back(x, each)
 
 
-def _as_it_is(x: Tensor) -> list[Tensor]:
-    return [x.contiguous()]
-
-
 def _in_vectors(x: Tensor) -> list[Tensor]:
     count = x.numel()
     whole = count - count % _VECTOR
-    if whole == count:
+    if whole == count or not in_main_memory(x):
         return [x.contiguous()]
     flat = x.reshape(-1)
     rest = flat.new_zeros(_VECTOR)

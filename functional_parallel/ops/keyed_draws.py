@@ -49,8 +49,6 @@ def _integers(what: str, like: Tensor, *bounds: int) -> Tensor:
 
 
 def _keyed(*ops: torch._ops.OpOverload) -> Callable[[_Draw], _Draw]:
-    """Register a draw for ops. A call with a generator is not replaced."""
-
     def register(draw: _Draw) -> _Draw:
         def keyed(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
             return NotImplemented if generator is not None else draw(*args, **kwargs)

@@ -133,7 +133,6 @@ def muon(
 
 
 def _of_full_matrices(function: Callable[[Tensor], Tensor], shards: Tensor, spec: P) -> Tensor:
-    """Apply a function to full matrices, each on one of the ranks that hold shards of it, and return the shards."""
     axes = tuple(axis for dim in spec.dim_axes() for axis in reversed(dim))  # the order in which they can be moved
     split, whole = P(None, *spec.dim_axes()), P(axes, padded={0: len(shards)} if axes else None)
     return relayout_leaf(function(relayout_leaf(shards, split, whole)), whole, split)

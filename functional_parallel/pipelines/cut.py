@@ -196,7 +196,6 @@ def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[
 
 
 def _places(forward: list[fx.Node]) -> dict[int, int]:
-    """Map narrow cut points outside recomputed regions, as the index of the op after the cut, to crossing bytes."""
     position = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 1)
     for node, index in position.items():
@@ -218,7 +217,6 @@ def _places(forward: list[fx.Node]) -> dict[int, int]:
 
 
 def _least(places: dict[int, int], sums: list[float], stages: int) -> list[int] | None:
-    """Return the cut with the fewest crossing bytes among those with nearly the minimal largest stage, or None."""
     ends = [0, *sorted(places), len(sums) - 1]
     costs = [sums[end] for end in ends]
     largest = _least_largest(costs, stages)

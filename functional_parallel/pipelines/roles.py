@@ -168,7 +168,6 @@ def _why_all(barrier: fx.Node, wanted: bool) -> str:
 
 
 def _meant(barrier: fx.Node) -> fx.Node:
-    """Return the user's op that caused a collective over microbatches: it reads a gather, or makes partial sums."""
     if primitive_name(barrier) != "all_gather":
         return next((node for node in reached([barrier], operands_of) if _is_of_user(node)), barrier)
     near = [

@@ -168,7 +168,6 @@ class StageBuilder:
         return found | {node for node in nodes if node in self.collected}
 
     def _work(self, index: int, kind: str, beside: set[fx.Node]) -> ActionPrograms:
-        """Return the programs of one kind. The forward outputs the values `beside`; the backward has them as inputs."""
         parts = "IW" if kind == "B" else kind
         nodes = [node for each in parts for node in self._of_kind(index, each)]
         sums = [pair for each in parts for pair in self.summed(index, each)]

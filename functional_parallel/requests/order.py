@@ -6,8 +6,6 @@ from enum import IntEnum
 
 
 class Order(IntEnum):
-    """Position of a transform in the legal order of a chain, innermost first."""
-
     PRECISION = 0
     TENSOR = 1
     DATA = 2
@@ -17,7 +15,7 @@ class Order(IntEnum):
 
     @property
     def words(self) -> str:
-        return (
-            *("precision and remat", "tensor and sequence", "zero / data", "accumulate", "pipeline"),
-            "local SGD",
-        )[self]
+        return _WORDS[self]
+
+
+_WORDS = ("precision and remat", "tensor and sequence", "zero / data", "accumulate", "pipeline", "local SGD")

@@ -70,15 +70,12 @@ class StateRequest(Request):
         return leaves
 
     def loss(self, value: torch.Tensor, leaves: PyTree) -> torch.Tensor:
-        """Return the value to differentiate, from the loss."""
         return value
 
     def gradients(self, gradients: PyTree, leaves: PyTree) -> PyTree:
-        """Return the gradients of the loss, from those of the value of the hook `loss`."""
         return gradients
 
     def weights(self, params: PyTree, leaves: PyTree) -> PyTree:
-        """Return the parameters that the optimizer updates, from the stored ones."""
         return params
 
     def updated(self, update: Update, leaves: PyTree) -> tuple[Update, PyTree]:

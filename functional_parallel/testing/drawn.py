@@ -138,7 +138,6 @@ def _common(ranges: Iterable[_Range | None]) -> _Range | None:
 
 
 def _index_ranges(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> dict[int, _Range]:
-    """Find the legal range of each integer leaf that only lookups and losses of classes use, by its number."""
     leaves = optree.tree_leaves(args)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     integers = [index for index in tensors if not leaves[index].dtype.is_floating_point]

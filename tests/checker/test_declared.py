@@ -56,7 +56,7 @@ def test_a_whole_batch_is_no_shard(derivative: Any) -> None:
     compiled = fp.compile(lambda w, x: f(w, x), DATA, in_specs=(P(), P()), out_specs=P())
     found = said(lambda: compiled(numbers(3), numbers(4, 3)))
     assert re.match(r"test_declared.py:\d+: peaks → data_parallel\('data'\)", found)
-    assert "  1: P('data') is declared, but all ranks along 'data' hold the same; the whole would be taken" in found
+    assert "  1: P('data') is declared, but along 'data' it is invariant (every rank" in found
     assert "in_specs that match, or fp.pscatter(x, 'data')" in found
     assert "fp.grad, fp.grad_and_value, fp.vmap and fp.hessian keep the layout" in found
     assert "  0: " not in found
@@ -65,9 +65,9 @@ def test_a_whole_batch_is_no_shard(derivative: Any) -> None:
 def test_every_argument_at_fault_is_listed() -> None:
     step = fp.compile(torch.func.grad(SPLIT(squares)), Mesh(tensor=2), in_specs=(P(), P("tensor")), out_specs=P())
     found = said(lambda: step(params(), numbers(4, 3)))
-    assert "  0/a: P(None, 'tensor') is declared, but all ranks along 'tensor' hold the same" in found
-    assert "  0/b: P('tensor') is declared, but all ranks along 'tensor' hold the same" in found
-    assert "  1: P() is declared, but it differs by rank along 'tensor'; a shard would be taken for the whole" in found
+    assert "  0/a: P(None, 'tensor') is declared, but along 'tensor' it is invariant (every rank" in found
+    assert "  0/b: P('tensor') is declared, but along 'tensor' it is invariant (every rank" in found
+    assert "  1: P() is declared, but along 'tensor' it is varying (every rank may" in found
 
 
 def test_partial_sums_are_no_parameters() -> None:
@@ -75,8 +75,9 @@ def test_partial_sums_are_no_parameters() -> None:
         return PLAN(peaks)(fp.pcast(w, "data", to="unreduced"), x)
 
     f = fp.shard_map(body, DATA, in_specs=(P("data"), P("data")), out_specs=P())
-    assert "0: P() is declared, but the ranks along 'data' hold partial sums; write fp.psum(x, 'data') first" in said(
-        lambda: f(numbers(6), numbers(4, 3))
+    assert (
+        "0: P() is declared, but along 'data' it is unreduced (the ranks hold partial sums); write fp.psum(x, 'data') first"
+        in said(lambda: f(numbers(6), numbers(4, 3)))
     )
 
 
@@ -126,7 +127,7 @@ def test_a_plan_inside_a_function_of_another_plan(outer: Any, derivative: Any) -
         return SPLIT(squares)(params, x)
 
     found = said(lambda: fp.compile(derivative(outer(loss)), BOTH)(params(), numbers(4, 3)))
-    assert "0/a: P(None, 'tensor') is declared, but all ranks along 'tensor' hold the same" in found
+    assert "0/a: P(None, 'tensor') is declared, but along 'tensor' it is invariant (every rank" in found
     assert "fp.chain" in found
     assert re.match(r"test_declared.py:\d+: squares → tensor_parallel\('tensor'\)", found)
 
@@ -148,7 +149,7 @@ def test_a_plan_inside_a_function_of_another_plan_on_what_it_wants() -> None:
 
 def test_the_vmap_oracle() -> None:
     call = fp.vmap(PLAN(peaks), (None, None), out_dims=None, axis_name="data", axis_size=2)
-    assert "1: P('data') is declared, but all ranks along 'data' hold the same" in said(
+    assert "1: P('data') is declared, but along 'data' it is invariant (every rank" in said(
         lambda: call(numbers(3), numbers(2, 3))
     )
     x = numbers(4, 3)

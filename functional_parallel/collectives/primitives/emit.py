@@ -82,7 +82,6 @@ def _one_axis_at_a_time(operation: str, x: Tensor, axes: tuple[str, ...], params
 
 
 def _all_to_all(x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
-    """Split one dim per axis off `split_dim`, exchange each, and merge the exchanged dims into `concat_dim`."""
     x = x.unflatten(split_dim, (*map(axis_size, axes), -1))
     dims = [split_dim + position for position in range(len(axes))]
     for axis, dim in zip(axes, dims, strict=True):

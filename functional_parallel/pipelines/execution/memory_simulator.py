@@ -134,8 +134,6 @@ def _kind_of_replaced(node: fx.Node | None) -> str:
 
 
 class _OneRank:
-    """Simulated runtime and mailbox of one rank: computes nothing and counts the memory that real runs would need."""
-
     def __init__(self, program: PipelineStructure, rank: int, footprints: Mapping[Program, _Footprint]) -> None:
         self.program, self.rank, self.footprints = program, rank, footprints
         self.tally, self.constants = _Tally(), dict[int, SimulatedStorage]()

@@ -193,7 +193,6 @@ def _scatter_text(node: fx.Node) -> str:
 
 
 def _replicated_text(node: fx.Node) -> str:
-    """Rule that requires all dims to be replicated. The first and the last operand may both be partial sums."""
     operands, _, result = all_whole_text(node).partition(" -> ")
     return f"{', '.join(_both_linear(operands.split(', ')))} -> {result}"
 

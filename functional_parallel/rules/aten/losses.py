@@ -112,7 +112,6 @@ def _local_likelihood(
 
 
 def _token_losses(step: OpContext, scores: Tensor, target: Tensor) -> Tensor:
-    """Compute −log p(target) per token. If the classes are sharded, the result is replicated."""
     is_logits = step.node.target is cross_entropy
     if not step.splits("c"):
         scores = scores.log_softmax(-1) if is_logits else scores

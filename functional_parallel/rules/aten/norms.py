@@ -78,7 +78,6 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute `F.batch_norm` as one op, or by its formula inside a derivative that a loss takes."""
     own = training or running_mean is None or running_var is None
     normed = batch_norm_formula if _torch.differentiating_level() else aten.native_batch_norm.default
     if not own:

@@ -66,7 +66,6 @@ def _cast_text(node: fx.Node) -> str:
 
 
 def _decide_quotient(step: OpContext) -> OpSharding | None:
-    """Complete both sums of a quotient (such as a masked mean) in one collective."""
     # This is not done with microbatches, because the count must not wait for the forward.
     if MICROBATCH in (step.axis, *hidden_axes()):
         return None

@@ -60,7 +60,6 @@ def _local_mean(
 
 
 def _local_variance(step: OpContext, x: Tensor, *args: Argument, **kwargs: Argument) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute var, std, var_mean or std_mean. If a reduced dim is sharded, it takes two sums over ranks."""
     if not _reduces_ranks(step):
         return step.run(x, *args, **kwargs)
     dims, keepdim = reduced_dims(step.node), bool(step.node.kwargs.get("keepdim", False))
