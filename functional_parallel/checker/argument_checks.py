@@ -1,12 +1,7 @@
-"""Check the arguments of a call of a local function against its layout.
+"""Check the arguments of a call of a local function against its layout, which torch.func's transforms drop.
 
-If torch.func's transforms drop a layout, a function on shards accepts any value, such as a global batch instead of its
-shard. The state of a value is known in three settings:
-
-- In a typed trace, a value has a type. An argument of the traced function also has its spec.
-- Under `fp.vmap(axis_name=…)`, a value is mapped or not.
-- A trace may be typed only later, when an outer transform reruns it. The value then gets a mark, which is checked in
-  that run.
+In a typed trace, a value has a type, and an argument of the traced function its spec. Under `fp.vmap(axis_name=…)`, a
+value is mapped or not. In a trace that is typed only when it is rerun, the value gets a mark, which is checked then.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def normalize_axes(axes: Axes) -> tuple[str, ...]:
 def bind(
     sizes: Mapping[str, int], carrier: Communicator | Lane | None, samples: Mapping[str, int] | None = None
 ) -> AbstractContextManager[None]:
-    """Bind axis names inside a `with` block, to None while a function is only traced."""
+    """Bind axis names to a communicator inside a `with` block; to None while a function is only traced."""
     cut = samples or {}
     bindings = {name: Binding(size, carrier, samples=cut.get(name)) for name, size in sizes.items()}
     return restored(MappingProxyType({**_environment.get(), **bindings}))
@@ -112,7 +112,6 @@ def current_axes() -> dict[str, int]:
 
 
 def hidden_axes() -> tuple[str, ...]:
-    """Return the axes that surrounding transforms will partition later, in the order of their binding."""
     return tuple(name for name, binding in _environment.get().items() if binding.hidden)
 
 

@@ -1,9 +1,8 @@
 """Split of a dim over the ranks of an axis.
 
 The ranks of a mesh get equal chunks. Microbatches may be unequal: 4 microbatches of 11 samples get 3, 3, 3 and 2. All
-chunks are stored with one shape, so that one program serves all of them. A chunk that is one sample short starts one
-sample early, with the last sample of the previous chunk. This sample is duplicated. Every sum over samples counts its
-second copy as zero (`rules.duplicates`).
+chunks are stored with one shape: a short one starts one sample early, with the last sample of the previous chunk.
+Every sum over samples counts this second copy as zero (`rules.duplicates`).
 """
 
 from __future__ import annotations

@@ -97,7 +97,6 @@ class Type(Mapping[str, State]):
 
 
 def dual(type_: Type) -> Type:
-    """Return the type of the gradient of a value of this type: Unreduced and Reduced are swapped."""
     return Type({axis: state.dual for axis, state in type_.items()})
 
 

@@ -1,13 +1,9 @@
 """vmap over a mesh axis: all ranks run in one process, as one batch.
 
-The axis name is bound to a vmap level. A collective over the axis becomes arithmetic along that level: psum is a sum,
-all_gather a concatenation. It needs no processes and no tracing, and it composes with grad, jvp and other vmaps. It is
-therefore the oracle for the tests of all other implementations.
-
-The level determines the types. A value that is mapped at the level is Varying; an unmapped value is Invariant.
-`out_dims=None` is accepted for exactly the Invariant results. A psum of an unmapped value is the doubled psum that the
-types forbid. Casts are not inserted. If a gradient is taken *inside*, as in `vmap(grad(f))`, an Invariant parameter
-that is combined with Varying data needs `fp.pvary`. Without it, its gradient is not summed and differs between ranks.
+A collective over the axis becomes arithmetic along a vmap level, so it composes with grad, jvp and other vmaps, and is
+the oracle for the tests of all other implementations. A value that is mapped at the level is Varying; an unmapped one
+is Invariant. Casts are not inserted: if a gradient is taken *inside*, as in `vmap(grad(f))`, an Invariant parameter
+that is combined with Varying data needs `fp.pvary`.
 """
 
 from __future__ import annotations

@@ -78,7 +78,6 @@ class Resolved:
         return [a.divided(b, self.mesh) for a, b in zip(kept, self.update, strict=False)]
 
     def entered(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Return the arguments as the function takes them, from those of the user: layers of stacks separately."""
         return args if self.stacks is None else (self.stacks.unstack(args[0]), *args[1:])
 
     def layers(self) -> Mapping[str, int]:
@@ -88,7 +87,6 @@ class Resolved:
         return {} if self.inner is None else self.inner.layers()
 
     def restacked(self, value: PyTree) -> PyTree:
-        """Return a result as the user takes it, with layers as stacks."""
         return value if self.stacks is None else self.stacks.restack_all(value)
 
     def __repr__(self) -> str:

@@ -1,7 +1,6 @@
 """Snapshot of Python objects: the identities of their attributes and entries, compared in microseconds.
 
-Two plain values are the same if they are equal, other objects if they are identical. A snapshot opens lists, dicts,
-sets and plain objects, such as a configuration, but no tensors and modules.
+It opens lists, dicts, sets and plain objects, such as a configuration, but no tensors and modules.
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ class StackedTree:
         return self.tree.unflatten([_layers(leaf, count) if count else leaf for leaf, count in pairs])
 
     def restack(self, params: PyTree, join: Callable[[list[Any]], Any] | None = None) -> PyTree:
-        """Return the tree with its stacks as tensors. `join` returns a stack of layers; by default a tensor."""
         rest = iter(optree.tree_leaves(params))
         joined = join or _stack
         found = [joined([next(rest) for _ in range(count)]) if count else next(rest) for count in self.lengths]

@@ -60,9 +60,8 @@ class Habits:
         for name, parameter in self._trained.items():
             if now.get(name) is not parameter:
                 raise SideEffectError(
-                    f"prepare: the parameter {name} of {self._name} was {'replaced' if name in now else 'removed'}. A "
-                    "step trains the parameters that its optimizer was made with. To change values, write into the "
-                    f"parameter after step.module(). For other parameters, {_CONTINUE}"
+                    f"prepare: the parameter {name} of {self._name} was {'replaced' if name in now else 'removed'}. "
+                    f"Write values into the parameter after step.module(). For other parameters, {_CONTINUE}"
                 )
 
     def _require_same_flags(self) -> None:
@@ -71,9 +70,8 @@ class Habits:
         for name, old, new in zip(self._parameters, self._flags, now, strict=True):
             if old[0] != new[0]:
                 raise SideEffectError(
-                    f"prepare: requires_grad of the parameter {name} of {self._name} was {old[0]} and is {new[0]}. A "
-                    "step trains the parameters that required a gradient at fp.prepare. Call step.module(), and "
-                    f"{_CONTINUE}"
+                    f"prepare: requires_grad of the parameter {name} of {self._name} was {old[0]} and is {new[0]}. "
+                    f"Call step.module(), and {_CONTINUE}"
                 )
         self._flags = now  # a hook was added and removed
 

@@ -1,8 +1,7 @@
 """Choice among torch's fused attention kernels on CUDA, as a function of shapes and dtypes.
 
-torch chooses by the device that it runs on, so a program that is lowered elsewhere would contain another kernel. Its
-first choice on recent devices, cuDNN, has gradients that are NaN for some shapes with an incomplete last tile of 128
-keys. So cuDNN is chosen for full tiles without a mask only.
+torch chooses by the device that it runs on. Its first choice on recent devices, cuDNN, has gradients that are NaN for
+some shapes with an incomplete last tile of 128 keys, so it is chosen for full tiles without a mask only.
 """
 
 from __future__ import annotations

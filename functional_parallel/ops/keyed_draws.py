@@ -1,9 +1,7 @@
 """Keyed draws: their sharding rule, and their use in place of draws from torch's generators.
 
-Every mesh then draws the same numbers: a shard gets the numbers of the full tensor at its positions.
-
-A trace records these instead of `torch.rand` and related functions. `tracing.draws` rejects draws that are not listed
-here, and every draw from a generator that the caller passes.
+A shard gets the numbers of the full tensor at its positions, so every mesh draws the same numbers. A trace rejects
+draws that are not listed here, and every draw from a generator that the caller passes.
 """
 
 from __future__ import annotations

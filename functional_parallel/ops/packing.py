@@ -1,8 +1,7 @@
 """Ops that pack several tensors into one, which a bucket of collectives sends.
 
 A packed tensor is flat and consists of `parts` equal runs, one per rank of a scatter or gather (one run for a sum). The
-run of a rank concatenates the rank's slices of all tensors. One collective along dim 0 of the packed tensor then
-replaces one collective per tensor along its own dim.
+run of a rank concatenates the rank's slices of all tensors.
 """
 
 from __future__ import annotations

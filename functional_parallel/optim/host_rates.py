@@ -1,9 +1,7 @@
 """Learning rates from plain Python functions, evaluated on the host with the number of updates as an integer.
 
-A trace has no values, so a function with an `if`, or with `math.cos`, cannot be traced. It becomes one op of the
-number of updates, which calls the function when the program runs. A number in main memory is read directly. Reading
-a number from a device would wait for the device. A training state therefore counts its updates on the host after the
-first read. The device compares the two counts. If they differ, the rate is NaN, which stops the run.
+Such a function becomes one op of the number of updates. Reading that number from a device would wait for the device, so
+a training state counts its updates on the host too. If the two counts differ, the rate is NaN, which stops the run.
 """
 
 from __future__ import annotations

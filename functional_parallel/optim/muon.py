@@ -1,9 +1,7 @@
 """Muon (Jordan, https://kellerjordan.github.io/posts/muon), as `torch.optim.Muon` defines it, also correct on shards.
 
-The update of a matrix is its momentum, orthogonalized by Newton-Schulz iterations, which need the full matrix. Shards
-of matrices with the same shape and spec are exchanged: each rank gets some of the matrices in full, iterates on these,
-and returns the shards. For n ranks that sends 2 (n − 1) / n of a rank's momentum, and no rank repeats the work of
-another one. A gather of every matrix would send (n − 1) times the momentum of a rank, and all ranks would do all work.
+Newton-Schulz iterations need the full matrix. Each rank gets some of the matrices of one shape in full, iterates on
+these, and returns the shards. For n ranks that sends 2 (n − 1) / n of a rank's momentum, and no work is repeated.
 """
 
 from __future__ import annotations

@@ -169,9 +169,8 @@ class _PipelineBuilder:
             if per_sample or not (dtype.is_floating_point or dtype.is_complex):
                 why = "has a value per sample" if per_sample else f"is of {dtype}, which has no mean"
                 raise PipelineError(
-                    f"{source_of(node)}: {result.schedule.name} updates weights many times in a step, and reports of "
-                    f"everything the mean over the updates, but result {path!r} {why}: return a floating mean of it, "
-                    "or take a synchronous schedule"
+                    f"{source_of(node)}: {result.schedule.name} reports means over its updates, but {path!r} {why}: "
+                    "return a floating mean of it, or take a synchronous schedule"
                 )
 
     def _notes(self) -> tuple[str, ...]:

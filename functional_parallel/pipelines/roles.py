@@ -143,7 +143,6 @@ class OpRoles:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether `node` is a view or a cast without communication, so that it computes nothing."""
     return node.op == "call_function" and view_base(node) is not None
 
 

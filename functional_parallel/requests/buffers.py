@@ -25,8 +25,6 @@ class BufferState(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Buffers(StateRequest):
-    """Request to pass buffers to the loss, and to keep those that it returns as the first part of its aux."""
-
     first: dict[str, PyTree] = field(repr=False)
     tree: ClassVar[type[BufferState]] = BufferState
     passed: ClassVar[bool] = True

@@ -130,8 +130,6 @@ class ScaledState(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaleLoss(StateRequest):
-    """Request to multiply the loss by a scale, and to skip the update of a step with overflow."""
-
     rules: LossScale
     tree: ClassVar[type[ScaledState]] = ScaledState
     may_skip: ClassVar[bool] = True

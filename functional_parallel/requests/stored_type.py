@@ -20,8 +20,6 @@ from .update_sharding import flat_update
 
 @dataclass(frozen=True)
 class StoredType(StateRequest):
-    """Request to store the parameters that a function casts in the dtype of the cast."""
-
     dtype: torch.dtype
     kept: Callable[[PyTree], PyTree]  # for each parameter, whether it stays in its dtype
 

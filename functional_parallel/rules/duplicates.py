@@ -1,8 +1,6 @@
-"""Duplicated samples of uneven shards, which all have one shape.
+"""Duplicated samples of uneven shards, which all have one shape (`collectives.dim_split`).
 
-A short shard begins with the last sample of the previous shard (`collectives.dim_split`). Ops that treat samples
-independently ignore this. Before an op sums over samples, the second copy is set to zero; its gradient is then zero
-too.
+Before an op sums over samples, the second copy is set to zero; its gradient is then zero too.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ def add_duplicates(x: torch.Tensor, form: Shard, parts: DimSplit) -> torch.Tenso
 
 
 def drop_duplicates(x: torch.Tensor, held: Shard, parts: DimSplit) -> torch.Tensor:
-    """Build the full value, with every sample once, from the concatenated shards of all ranks."""
     if parts.is_even:
         return x
     split, inner = _split(x, held, parts.ranks * parts.rows)

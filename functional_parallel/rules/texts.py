@@ -69,7 +69,6 @@ def pointwise_text(node: fx.Node) -> str:
 
 
 def linear_text(marks: str) -> Callable[[fx.Node], str]:
-    """Return an elementwise rule with one mark per operand, such as `"&&"` for a sum."""
     # `.` means no mark; a single `&` is for a scale. The last mark is repeated for additional operands.
 
     def text(node: fx.Node) -> str:

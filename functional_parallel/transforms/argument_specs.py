@@ -76,7 +76,6 @@ def matched(specs: Rules, tree: PyTree, who: str) -> RuleMatch:
 
 
 def only_axis(specs: SpecTree, axis: str, who: str) -> SpecTree:
-    """Restrict specs of the parameters to one axis. They may name other axes of the mesh."""
     refuse_unknown_axes((specs,), who)
     return optree.tree_map(lambda spec: spec.only({axis}), specs)
 

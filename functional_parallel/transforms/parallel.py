@@ -121,9 +121,8 @@ class data_parallel(Transform):
         data = [each.axis for each in f.layout.all(DataAxis)] + [*owners_of(f.layout)]
         if data:
             raise ValueError(
-                f"{self.name} stands outside of {' → '.join(f.layout.describe)}, which splits the batch over "
-                f"{data[0]!r} already and decides who holds the training state: a plan with a master has one data "
-                "axis; make the mesh's data axes one axis, or leave master= out"
+                f"{self.name} stands outside of {f}, which splits the batch over {data[0]!r}: "
+                "a plan with a master has one data axis; make them one, or leave master= out"
             )
         lies = (f"on rank {self.master} of {self.axis!r}", batch_lies(self.batch, self.axis))
         owner = Owned(self.master)

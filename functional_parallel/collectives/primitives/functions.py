@@ -1,12 +1,9 @@
 """The `torch.autograd.Function` of a primitive, built from its transpose.
 
 All Functions take `(x, lane, axes, *params)`. If the axes are one vmap level, `lane` is the index of that level's
-entries: an integer tensor mapped over exactly that level. If not, `lane` is None. By its `in_dims` entry, a `vmap` rule
-recognizes the level of its axes even if x is not mapped.
-
-Over an unrelated level, the vmap rule moves the mapped dim to the end. The other dims keep their numbers, and one
-collective moves the entire batch. Over the level of the axes, the entries are the ranks, and `reference` computes the
-results. A result that is equal on all ranks loses the mapped dim, which marks it as Invariant to vmap.
+entries, mapped over exactly that level, so that a `vmap` rule recognizes the level even if x is not mapped. Over an
+unrelated level, the rule moves the mapped dim to the end. Over the level of the axes, `reference` computes the results,
+and one that is equal on all ranks loses the mapped dim.
 """
 
 from __future__ import annotations

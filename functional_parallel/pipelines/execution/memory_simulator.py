@@ -1,7 +1,4 @@
-"""Memory simulator of a pipeline: runs the executor on sizes instead of tensors to measure the memory of each rank.
-
-The executor's code thus determines the lifetime of residuals, sums and messages.
-"""
+"""Memory simulator of a pipeline: runs the executor on sizes instead of tensors to measure each rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules of linear elementwise ops. Any other op that torch tags pointwise has the nonlinear rule.
-
-A sum with a Python number other than 0 is not linear, because each rank would add it. A partition adds it on one rank.
-"""
+"""Rules of linear elementwise ops. Any other op that torch tags pointwise has the nonlinear rule."""
 
 from __future__ import annotations
 
