@@ -17,8 +17,6 @@ _Parameter = str | Sequence[str] | Sequence[int]
 
 @dataclass(frozen=True)
 class Marker:
-    """Identity function with identity derivatives."""
-
     op: Callable[..., Tensor]  # recorded by a trace
     apply: Callable[..., Tensor]  # `apply(x, *parameters)` applies it differentiably
 

@@ -227,25 +227,21 @@ def _least(places: dict[int, int], sums: list[float], stages: int) -> list[int] 
 
 
 def _least_largest(costs: list[float], stages: int) -> float:
-    """Return the minimal cost of the largest stage if every stage costs something; inf if no such cut exists.
+    """Return the minimal cost of the largest stage if every stage costs something; inf if no such cut exists."""
+    if len(set(costs)) <= stages:
+        return inf
 
-    `costs` are cumulative: the cost of all ops before each end. For each additional stage, the best start of the stage
-    only moves forward as its end moves forward: the cost before it grows and the cost of the stage shrinks. Each stage
-    therefore takes one pass.
-    """
-    best = [cost if cost > 0 else inf for cost in costs]
-    for _ in range(1, stages):
-        first = next((index for index, price in enumerate(best) if price < inf), len(best))
-        following, start = [inf] * len(best), first
-        for end in range(first + 1, len(best)):
-            while start < end and best[start] < costs[end] - costs[start]:
-                start += 1
-            if start > first:
-                following[end] = costs[end] - costs[start - 1]
-            if start < end and costs[start] < costs[end]:
-                following[end] = min(following[end], best[start])
-        best = following
-    return best[-1]
+    def ends(limit: float) -> list[float]:
+        found = [0.0]
+        for _ in range(stages):
+            found.append(costs[bisect_right(costs, found[-1] + limit) - 1])
+        return found
+
+    low, high = 0.0, costs[-1]
+    for _ in range(64):  # halvings, to the precision of a float
+        middle = (low + high) / 2
+        low, high = (low, middle) if ends(middle)[-1] == costs[-1] else (middle, high)
+    return max(end - start for start, end in itertools.pairwise(ends(high)))
 
 
 def _least_crossing(costs: list[float], crossing: list[int], stages: int, limit: float) -> list[int]:

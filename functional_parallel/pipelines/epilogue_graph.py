@@ -33,8 +33,6 @@ class EpilogueInput(NamedTuple):
 
 
 class EpilogueGraph:
-    """Builds the graph of the epilogue. `links` maps the index of a result to the input that it replaces."""
-
     def __init__(self, roles: OpRoles, extractor: Extractor, program: Program, parts: DimSplit, chains: int) -> None:
         self.roles, self.whole, self.parts, self.chains = roles, extractor, parts, chains
         self.in_specs = dict(zip(roles.traced.inputs, program.in_specs, strict=True))

@@ -36,8 +36,6 @@ class Microbatches(Request):
 
 @dataclass(frozen=True)
 class Master(Request):
-    """Request to keep all that a training step holds between steps on one rank of an axis."""
-
     axis: str
     rank: int  # index of the master along the axis
 

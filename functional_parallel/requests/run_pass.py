@@ -10,8 +10,6 @@ from ..passes import ProgramPass, Scope
 
 @dataclass(frozen=True)
 class RunPass(Request):
-    """Request to run a pass on the programs of its scope. Its phase orders it among the passes of the scope."""
-
     run: ProgramPass
 
     def __str__(self) -> str:

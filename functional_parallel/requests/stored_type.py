@@ -49,8 +49,6 @@ class MasterState(NamedTuple):
 
 @dataclass(frozen=True)
 class Masters(StoredType):
-    """Request to store parameters like `StoredType`, and to keep their float32 masters in the state."""
-
     tree: ClassVar[type[MasterState]] = MasterState
     saved: ClassVar[bool] = False
 

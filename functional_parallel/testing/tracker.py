@@ -14,8 +14,6 @@ from ..functions import PyTree
 
 
 class StorageTracker(_torch.TorchDispatchMode):
-    """Counts the bytes of live storages after every op. `peak` is the maximum so far."""
-
     def __init__(self) -> None:
         _torch.TorchDispatchMode.__init__(self)
         self.peak = 0

@@ -16,8 +16,6 @@ from .rank_executor import RankExecutor, RunProgram
 
 
 class AsyncRankExecutor:
-    """Runs the actions of one rank of an asynchronous pipeline, with the interface of `RankExecutor`."""
-
     def __init__(
         self,
         program: PipelineStructure,
