@@ -231,8 +231,8 @@ def _check_stream(program: PipelineProgram) -> None:
     if crossing is not None or len(program.epilogue.parts) > 1:
         where = "" if crossing is None else f"{source_of(crossing)}: "
         raise PipelineError(
-            f"{where}{program.schedule.name} updates each stage by itself, but this update needs values of several "
-            "(clip, a loss scale, a shared weight); leave those out, or take a synchronous schedule"
+            f"{where}{program.schedule.name} updates each stage by itself, but this update needs several: a global "
+            "gradient norm (clip, a loss scale) or a shared weight; leave it out, or take a synchronous schedule"
         )
 
 
