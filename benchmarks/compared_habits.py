@@ -25,7 +25,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     step = fp.prepare(net, optimizer, loss=lambda model, x: model(x).square().mean(), mesh=Mesh())
     step(x)
-    (program,) = [each for cache in step.train._lowered.values() for each in cache._found.values()]
+    (program,) = [each for cache in step.train.programs.compiled._lowered.values() for each in cache._found.values()]
 
     def compare() -> None:
         step._follow()

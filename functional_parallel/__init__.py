@@ -66,6 +66,7 @@ from .planning import PipelineChoice, PipelineChoices, activation_bytes, estimat
 from .program import Hardware, Line, Price, Program
 from .rules import register_rule
 from .runtime import is_main_rank, launch, rank
+from .stateful import Sharded
 from .training import Metrics, TrainState, train_step
 from .transforms import (
     LossScale,
@@ -124,6 +125,7 @@ __all__ = [
     "Price",
     "Program",
     "Sampler",
+    "Sharded",
     "TrainState",
     "Transform",
     "TypingError",

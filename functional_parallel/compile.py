@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, overload
 
-import optree
 import torch
 from torch import nn
 
@@ -24,14 +23,15 @@ from .functions import (
     layout_of,
     require_mesh,
 )
-from .ir import current_source, leaf_signature, with_short_tracebacks
-from .lowering import Lowered, lower, per_argument
+from .ir import current_source, with_short_tracebacks
+from .lowering import ArgumentPaths, Lowered, lower, per_argument
 from .partition import call_shard_map
 from .passes import Options, pass_names
 from .pipelines import PipelineProgram
 from .program import Explanation, PassTable, Program
 from .runtime import check_backend, moved_to, refuse_asynchronous, runtime_of
-from .tracing import ProgramCache, disable_ambient_modes, recorder
+from .stateful import Sharded, StatefulProgram, require_same_state, run_held, tensors_of
+from .tracing import disable_ambient_modes, recorder
 
 
 @explain_keywords
@@ -45,6 +45,7 @@ def compile(
     bucket: int | str | None = None,
     without: Collection[str] = (),
     backend: str = "eager",
+    state: int | None = None,
 ) -> Compiled:
     """Compile a function on shards into a program for a mesh. Inputs and outputs are full tensors.
 
@@ -66,17 +67,21 @@ def compile(
         without: one or several names of passes to disable. `program.passes` lists the passes that ran.
         backend: the executor of the ops between collectives. "eager" runs torch's kernels op by op. "inductor" uses
             torch's compiler; it rounds differently and compiles when the program first runs.
+        state: index of the argument that the second result of `f` replaces, for `f(params, state, *batch) -> (result,
+            new_state)`. The new state stays on the ranks as an `fp.Sharded`, and is donated to the next call. The first
+            call may take a full tree, which is sharded by its specs.
 
     Returns:
-        The compiled function, with the arguments of `f`, positional or by keyword. It traces once per signature of its
-        arguments and mode of its modules (`fp.functional`). Other closed-over values are constants from that trace.
-        `.program` is the last program used.
+        The compiled function, with the arguments of `f`, positional or by keyword; an argument may be an `fp.Sharded`.
+        It traces once per signature of its arguments and mode of its modules (`fp.functional`). Other closed-over
+        values are constants from that trace. `.program` is the last program used.
 
     Raises:
         LayoutError: when a bare function has no specs, or a local function is passed specs.
-        OutSpecError: when called, if the layout of a result differs from its spec.
-        SpecError: when called, if the specs do not match the structure of arguments or results; the message has the
-            path.
+        OutSpecError: when called, if the layout of a result differs from its spec, or that of a new state from the old.
+        SpecError: when called, if the specs do not match the structure of arguments or results, or an `fp.Sharded` has
+            another layout; the message has the path.
+        DonatedStateError: when called, if the state was given to an earlier call.
         TypingError: when called, if the program treats a value as something it is not.
         BackendError: when called, if the backend lacks something on this machine.
         ValueError: for an unknown backend; when called, if `without` names a pass that does not exist.
@@ -95,8 +100,9 @@ def compile(
             "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
             + ("; fp.functional(module) makes a function that a plan takes" if isinstance(f, nn.Module) else "")
         )
-    options = Options(bucket=bucket, without=pass_names(without), backend=backend)
-    return Compiled(f, mesh, None if isinstance(f, LocalFunction) else (in_specs, out_specs), name or _name(f), options)
+    options = Options(bucket=bucket, without=pass_names(without), backend=backend, donate=state is not None)
+    specs = None if isinstance(f, LocalFunction) else (in_specs, out_specs)
+    return Compiled(f, mesh, specs, name or _name(f), options, state)
 
 
 @overload
@@ -146,7 +152,7 @@ def shard_map(
     if mesh is None or in_specs is None or out_specs is None:
         raise LayoutError("shard_map needs mesh, in_specs and out_specs")
     if f is None:
-        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     return compile(f, mesh, in_specs=in_specs, out_specs=out_specs)
 
 
@@ -156,23 +162,35 @@ class Compiled:
     Attributes:
         f: the function that was compiled.
         mesh: the mesh that it was compiled for.
-        program: the last `Program` or `PipelineProgram` used; None before the first call.
     """
 
     def __init__(
-        self, f: Callable[..., PyTree], mesh: Mesh, specs: tuple[SpecTree, SpecTree] | None, name: str, options: Options
+        self,
+        f: Callable[..., PyTree],
+        mesh: Mesh,
+        specs: tuple[SpecTree, SpecTree] | None,
+        name: str,
+        options: Options,
+        state: int | None = None,
     ) -> None:
-        self.f, self.mesh, self.name, self.options = f, mesh, name, options
-        self.program: Program | PipelineProgram | None = None
+        self.f, self.mesh, self.name, self.options, self.state = f, mesh, name, options, state
         self._specs = specs
-        self._lowered: ProgramCache[Lowered] = ProgramCache(name)
+        self._programs = StatefulProgram(name, "call it, or give explain() its arguments")
+
+    @property
+    def program(self) -> Program | PipelineProgram | None:
+        """The last program used; None before the first call."""
+        return self._programs.program
 
     @with_short_tracebacks
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         if recorder() is not None:
             return self._inside(self._by_place(args, named))
-        runtime = runtime_of(self.mesh, self.f)
-        lowered, tensors = self._lower(self._by_place(args, named), runtime.device)
+        runtime, args = runtime_of(self.mesh, self.f), self._by_place(args, named)
+        lowered = self._lower(args, runtime.device)
+        if self.state is not None or any(isinstance(arg, Sharded) for arg in args):
+            return run_held(self._programs, lowered, args, self.state, partial(runtime_of, self.mesh, self.f))
+        tensors = tensors_of(lowered.entered(args))
         lowered.require_layouts(tensors)
         with disable_ambient_modes():
             return lowered.result(runtime.run_whole(lowered.program, tensors))
@@ -191,7 +209,7 @@ class Compiled:
     @with_short_tracebacks
     def lower(self, *args: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program for these arguments, without running it. Tensors may be on any device, including meta."""
-        return self._lower(self._by_place(args, named))[0].program
+        return self._lower(self._by_place(args, named)).program
 
     def explain(self, *args: PyTree, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Describe every collective of the program: kind, axis, count, bytes, source line.
@@ -203,10 +221,9 @@ class Compiled:
         Raises:
             LayoutError: when there are no arguments and no program yet.
         """
-        program = self.lower(*args) if args else self.program
-        if program is None:
-            raise LayoutError(f"{self.name} has not run yet: call it, or give explain() its arguments")
-        return program.explain(group=group, casts=casts)
+        if args:
+            self.lower(*args)
+        return self._programs.explain(group, casts)
 
     def __repr__(self) -> str:
         return f"compile({self.f}, {self.mesh!r})" if isinstance(self.f, LocalFunction) else f"compile({self.name})"
@@ -215,20 +232,18 @@ class Compiled:
         register_dataclasses(args, named)
         return bind_positional(layout_of(self.f).signature, self.name, args, named) if named else args
 
-    def _lower(
-        self, args: tuple[PyTree, ...], device: torch.device | None = None
-    ) -> tuple[Lowered, list[torch.Tensor]]:
-        moved = moved_to(device, args)
-        leaves, tree = optree.tree_flatten(moved)
-        key = (tree, tuple(leaf_signature(leaf, exact=True) for leaf in leaves))
-        lowered = self._lowered.get(key, lambda: self._traced(moved))
-        self.program = lowered.program
-        return lowered, [leaf for leaf in optree.tree_leaves(lowered.entered(args)) if isinstance(leaf, torch.Tensor)]
+    def _lower(self, args: tuple[PyTree, ...], device: torch.device | None = None) -> Lowered:
+        moved = tuple(arg.like(device) if isinstance(arg, Sharded) else moved_to(device, arg) for arg in args)
+        return self._programs.lower(moved, None, lambda: self._traced(moved), exact=True)
 
     def _traced(self, args: tuple[PyTree, ...]) -> Lowered:
         resolved: Any = self.f.resolve(args, self.mesh) if isinstance(self.f, LocalFunction) else self._specs
         taken = resolved.entered(args) if isinstance(resolved, Resolved) else args
-        return lower(self.f, self.mesh, taken, resolved, name=self.name, options=self.options)
+        paths = ArgumentPaths() if self.state is None else ArgumentPaths(state=str(self.state), new_state="1")
+        lowered = lower(self.f, self.mesh, taken, resolved, name=self.name, options=self.options, paths=paths)
+        if self.state is not None:
+            require_same_state(lowered, taken, self.state)
+        return lowered
 
 
 def _name(f: Callable[..., PyTree]) -> str:

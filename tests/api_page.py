@@ -86,6 +86,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "compile",
         "shard_map",
         "Compiled",
+        "Sharded",
         "train_step",
         "prepare",
         "PreparedStep",
@@ -140,6 +141,7 @@ RETURNED = {
     "LeafInfo",
     "SavePlan",
     "Compiled",
+    "Sharded",
     "Config",
     "PreparedStep",
     "TrainState",
@@ -168,7 +170,7 @@ METHODS: dict[str, tuple[str, str, type, tuple[str, ...]]] = {
         TrainStep,
         (
             *("init", "__call__", "params", "save", "restore", "begin_save", "whole", "load", "copy", "check", "lower"),
-            *("explain", "replay", "compile"),
+            *("explain", "replay", "compile", "sharded", "frozen"),
         ),
     ),
     "Methods of a prepared step": (
@@ -188,6 +190,12 @@ METHODS: dict[str, tuple[str, str, type, tuple[str, ...]]] = {
         "predict",
         StateFunction,
         ("__call__", "lower", "explain"),
+    ),
+    "Methods of a sharded tree": (
+        "`fp.Sharded.of(…)`, `train.sharded(state)` and functions compiled with `state=` return sharded trees.",
+        "tree",
+        fp.Sharded,
+        ("of", "restore", "full", "copy", "relayout", "save"),
     ),
     "Methods of a compiled function": (
         "`f = fp.compile(…)` and `f = fp.shard_map(…)` return a compiled function. `f.program` is its last program.",
@@ -325,8 +333,9 @@ def _entry(section: str, name: str, value: Any) -> Entry:
 
 def _method(section: str, shown: str, kind: type, name: str) -> Entry:
     method = getattr(kind, name)
-    called = shown if name == "__call__" else f"{shown}.{name}"
-    parameters = list(inspect.signature(method).parameters.values())[1:]
+    makes = inspect.ismethod(method)  # a class method, which has no instance
+    called = shown if name == "__call__" else f"{f'fp.{kind.__name__}' if makes else shown}.{name}"
+    parameters = list(inspect.signature(method).parameters.values())[0 if makes else 1 :]
     text = _escaped(_first_sentence(inspect.getdoc(method) or ""))
     return Entry(section, f"{kind.__name__}.{name}", called + _in_parentheses(parameters), text)
 

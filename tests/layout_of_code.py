@@ -60,6 +60,7 @@ ORDER = [
     "data",
     "checkpoint",
     "lowering",
+    "stateful",
     "compile",
     "training",
     "asynchronous",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from .layout_of_code import LIBRARY, LOOSE, ORDER, ROOT, Modules, circles, graph, imports_of, parsed, unit, with_picture
+from .measures import methods
 
 
 def test_specs_know_nothing_of_programs() -> None:
@@ -121,3 +122,10 @@ def test_facts_about_nodes_are_typed() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "meta" and path.name != "info.py"
     ]
     assert not guilty
+
+
+def test_a_training_step_has_few_methods() -> None:
+    """Counted with those of its bases; its states and programs have the others."""
+    trees = [parsed(path) for path in (ROOT / LIBRARY / "training").glob("*.py")]
+    classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    assert len(methods(classes, "TrainStep")) <= 25

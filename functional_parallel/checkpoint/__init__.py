@@ -1,6 +1,6 @@
 """Checkpoints: sharded, atomic, verified, without pickle, and restored onto any mesh and plan."""
 
-from .folder import TOO_FAST, TRIES, candidates
+from .folder import TOO_FAST, TRIES, candidates, newest
 from .foreign import consolidate, load
 from .layouts import LeafLayout, Piece, Vector
 from .moves import Move, MovePlan

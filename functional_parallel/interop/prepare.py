@@ -141,7 +141,9 @@ class PreparedStep:
         self.train, self.state = train, train.init(params)
         self.metrics: Metrics | None = None
         self._module, self._fn, self._plan, self._habits = module, fn, plan, habits
-        held = (name for each in train.arguments(*train.shapes(self.state.form, self.state)) for name in each)
+        held = (
+            name for each in train.states.arguments(*train.states.shapes(self.state.form, self.state)) for name in each
+        )
         named = dict(_tensors(module))
         self._writes, self._in_module = Writes({name: named[name] for name in held}), self.state
         self._has_refused = False  # values that were written into the module, which `module` then overwrites
@@ -159,7 +161,7 @@ class PreparedStep:
             ema: whether to return a copy of the module with the average of the parameters instead.
         """
         self._follow(overwrites=not ema)
-        buffers = self.train.buffers(self.state) if self.train.passed else {}
+        buffers = self.train.buffers(self.state) if self.train.programs.passed else {}
         current = {**buffers, **self.train.params(self.state, ema=ema)}
         if ema:
             return _filled(deepcopy(self._module), current)
@@ -176,7 +178,7 @@ class PreparedStep:
         if not written or (overwrites and self._has_refused):
             return
         params, state = self.train.whole(self.state)
-        held = dict(ChainMap(*self.train.arguments(params, state)))
+        held = dict(ChainMap(*self.train.states.arguments(params, state)))
         is_current = self.state is self._in_module
         late = [name for name in written if not (is_current or self._writes.had(name, held[name]))]
         if late:
@@ -193,13 +195,15 @@ class PreparedStep:
                         f"prepare: {name} of {type(self._module).__name__} has the {kind} {getattr(value, kind)}, and "
                         f"the step has {getattr(held[name], kind)}: change it before fp.prepare"
                     )
-        optimizer_state, leaves = split_state(state, self.train.requests)
+        optimizer_state, leaves = split_state(state, self.train.programs.requests)
         leaves = [
             {name: written.get(name, old) for name, old in tree.items()} if isinstance(each, Buffers) else tree
-            for each, tree in zip(self.train.requests, leaves, strict=True)
+            for each, tree in zip(self.train.programs.requests, leaves, strict=True)
         ]
         params = {name: written.get(name, old) for name, old in params.items()}
-        self.state = self.train.load(params, with_leaves(optimizer_state, self.train.requests, leaves), self.state.step)
+        self.state = self.train.load(
+            params, with_leaves(optimizer_state, self.train.programs.requests, leaves), self.state.step
+        )
         self._in_module = self.state if is_current else self._in_module
         self._writes.arm()
 
@@ -223,7 +227,7 @@ class PreparedStep:
         Returns:
             `evaluate(*batch)`, of the current parameters, with full tensors as results.
         """
-        of_params = _of_params(f, self._fn, "f", bool(self.train.passed))
+        of_params = _of_params(f, self._fn, "f", bool(self.train.programs.passed))
         compiled = self.train.compile(of_params if self._plan is None else self._plan(of_params), batch=batch, ema=ema)
 
         def evaluate(*batch: Any, **named: Any) -> Any:

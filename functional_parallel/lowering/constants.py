@@ -55,7 +55,8 @@ def _is_array(leaf: PyTree) -> bool:
 def _content(leaf: PyTree) -> list[Any]:
     if isinstance(leaf, Mapping):
         return list(leaf.values())
-    slots = [getattr(leaf, name) for name in getattr(leaf, "__slots__", ()) if hasattr(leaf, name)]
+    names = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
+    slots = [getattr(leaf, name) for name in names if hasattr(leaf, name)]
     return [*getattr(leaf, "__dict__", {}).values(), *slots]
 
 

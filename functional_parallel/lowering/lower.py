@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -48,6 +48,7 @@ class ArgumentPaths:
 
     parameters: str = "0"
     state: str | None = None  # the argument that a result replaces: parameters and optimizer state
+    new_state: str | None = None  # this result; by default the one at the path of the argument
 
 
 @dataclass
@@ -66,9 +67,13 @@ class Lowered:
         """Return the arguments as the program takes them."""
         return args if self.resolved is None else self.resolved.entered(args)
 
-    def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
+    def leaves(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the leaves of the result, with these for its tensors."""
         remaining = iter(tensors)
-        return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
+        return [next(remaining) if x is _TENSOR else x for x in self.outputs]
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
+        return optree.tree_unflatten(self.out_tree, self.leaves(tensors))
 
     def result(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """Return the result as the user takes it, with layers as stacks."""
@@ -279,7 +284,7 @@ def _mark_inputs(traced: Traced, flat: _Flat, paths: ArgumentPaths, donate: bool
     returned = {path: index for index, path in enumerate(flat.out_paths)}
     for node, path in zip(traced.inputs, flat.in_paths, strict=True):
         is_state = paths.state is not None and _is_in(path, paths.state)
-        is_parameter = _is_in(path, paths.parameters)
+        is_parameter, new = _is_in(path, paths.parameters), paths.new_state
         update_info(
             node,
             path=path,
@@ -287,7 +292,7 @@ def _mark_inputs(traced: Traced, flat: _Flat, paths: ArgumentPaths, donate: bool
             param_path=path[len(paths.parameters) + 1 :] if is_parameter else "",
             is_state=is_state,
             donated=donate and is_state,
-            updated_output=returned.get(path),
+            updated_output=returned.get(path if not is_state or new is None else new + path[len(paths.state or "") :]),
         )
 
 

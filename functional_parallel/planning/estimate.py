@@ -100,8 +100,8 @@ def estimate(
     register_dataclasses(params)
     shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
     train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
-    shapes, state = train.begun(shapes)
-    places = train.places(shapes)
+    shapes, state = train.states.begun(shapes)
+    places = train.states.places(shapes)
     kept = _kept(shapes, state, train, places, convention if optimizer is None else None)
     pipeline = pipeline_of(train.f.layout)
     axis = None if pipeline is None else pipeline.axis
@@ -121,7 +121,7 @@ def _kept(
     update = train.f.layout.last(UpdateSharding)
     whole = update is not None and update.whole_gradients
     if convention is None:
-        stored, state, specs = train.placed(places, shapes, state, fresh=False)
+        stored, state, specs = train.states.placed(places, shapes, state, fresh=False)
         packed = places.packing.pack_whole(places.params)
         partial = (places.params, places.kept) if whole else (packed, places.update)
         return [(stored, places.kept), (*partial, None, False), (state, specs)]

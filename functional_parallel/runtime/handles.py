@@ -65,9 +65,10 @@ def moved_to(device: torch.device | None, tree: PyTree) -> PyTree:
     return optree.tree_map(moved, tree)
 
 
-def runtime_kind_of(handle: PyTree) -> str:
-    part = next(iter(handle.parts.values()), None) if isinstance(handle, PipelineValue) else handle
-    return "simulated ranks" if isinstance(part, list) else "real processes"
+def is_simulated(handle: PyTree) -> bool:
+    """Whether a handle has the values of simulated ranks, not of one rank of real processes."""
+    parts = handle.parts.values() if isinstance(handle, PipelineValue) else (handle,)
+    return any(isinstance(part, list) for part in parts)
 
 
 def copy_if_aliased(handle: PyTree, taken: set[int]) -> PyTree:

@@ -15,6 +15,7 @@ from ..functions import LocalFunction, PyTree, SpecTree, bind_positional
 from ..program import BaseProgram
 from ..requests import owners_of
 from ..runtime import Runtime, default_runtime
+from ..stateful import tensors_of
 
 T = TypeVar("T")
 
@@ -80,11 +81,6 @@ class BatchInputs:
 
         found: tuple[PyTree, ...] = optree.tree_map(whole, batch, specs)
         return found
-
-
-def tensors_of(tree: PyTree) -> list[torch.Tensor]:
-    """Return the tensors among the leaves of a tree."""
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def check_same(runtime: Runtime[Any, Any], name: str, tree: PyTree, parts: list[P] | None = None) -> None:

@@ -13,7 +13,6 @@ from ..checkpoint import (
     Contents,
     Copies,
     LeafLayout,
-    Peers,
     Save,
     SavePlan,
     begin_save,
@@ -26,23 +25,15 @@ from ..checkpoint import (
 from ..errors import CheckpointError
 from ..requests import ScaleLoss
 from ..runtime import Runtime, Where
+from ..stateful import HeldLeaves, peers_of
 from .finite import settle
 from .saved import SavedLeaves, saved_leaves
-from .state import StateLayout, StaticLeaf, TrainState
-from .states import StateManager
-
-_TIMEOUT = 600.0  # seconds that a process waits until the others have written
-
-
-def peers_of(runtime: Runtime[Any, Any]) -> Peers:
-    """Return the processes of a run, as a checkpoint uses them."""
-    size = 1 if runtime.is_simulated else runtime.mesh.size
-    rank, store = (runtime.own_ranks[0], runtime.store) if size > 1 else (0, None)
-    return Peers(rank, size, runtime.own_ranks, runtime.exchange, store, runtime.missing, _TIMEOUT)
+from .state import StateLayout, TrainState
+from .states import States
 
 
 def save_state(
-    manager: StateManager,
+    states: States,
     state: TrainState,
     path: str | Path,
     *,
@@ -54,15 +45,15 @@ def save_state(
 ) -> Save:
     """Begin to save a state. If its values are copied, training may continue. Every process calls it."""
     require_only(only)
-    form, runtime = manager.known_form(state), manager.runtime_for(state)
-    settle(manager, state)
+    form, runtime = states.known_form(state), states.runtime_for(state)
+    settle(states, state)
     try:
         json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra={extra!r}: a checkpoint has what JSON can hold ({error})") from None
     peers = peers_of(runtime)
-    where = tuple(holders_of(runtime, form, state, index) for index in range(len(form.specs)))
-    leaves, plan = _plan(manager, form, where, only)
+    where = tuple(HeldLeaves(runtime, state.handles, form.specs, runtime).where())
+    leaves, plan = _plan(states, form, where, only)
     left_out = [] if only is None else [leaf for leaf in leaves.tensors if _is_frozen(leaf, leaves)]
     numbers = {key: state.handles[index].value for key, index in leaves.numbers.items()}
     for key, value in numbers.items():
@@ -70,13 +61,13 @@ def save_state(
             raise CheckpointError(f"{key!r} is a {type(value).__name__}; a checkpoint has tensors and numbers")
     body = {
         "step": state.step,
-        "seed": manager.options.seed,
-        "reduction": reduction_of(manager, runtime),
-        "loss_scale": _loss_scale(manager, form, state),
+        "seed": states.options.seed,
+        "reduction": reduction_of(states, runtime),
+        "loss_scale": _loss_scale(states, form, state),
         "data_position": position_to_json(data, peers),
         "extra": extra,
         "tree": tree_to_json(optree.tree_structure(leaves.params).unflatten(tree_keys(leaves.params)), str),
-        "batch": manager.batch_signature,
+        "batch": states.programs.batch_signature,
         "left_out": {
             f"{leaf.kind}/{leaf.key}": [leaf.shape, str(leaf.dtype).removeprefix("torch.")] for leaf in left_out
         },
@@ -90,14 +81,14 @@ def save_state(
 
 
 def _plan(
-    manager: StateManager, form: StateLayout, where: tuple[Where, ...], only: str | None
+    states: States, form: StateLayout, where: tuple[Where, ...], only: str | None
 ) -> tuple[SavedLeaves, SavePlan]:
     """Return the leaves of a state and the plan to save them, or only the trained ones. They are computed once."""
-    if (form, where, only) not in manager.plans:
-        leaves = saved_leaves(manager, form, where.__getitem__)
+    if (form, where, only) not in states.plans:
+        leaves = saved_leaves(states, form, where.__getitem__)
         tensors = [leaf for leaf in leaves.tensors if only is None or not _is_frozen(leaf, leaves)]
-        manager.plans[form, where, only] = leaves, plan_save(tensors, manager.mesh)
-    found: tuple[SavedLeaves, SavePlan] = manager.plans[form, where, only]
+        states.plans[form, where, only] = leaves, plan_save(tensors, states.mesh)
+    found: tuple[SavedLeaves, SavePlan] = states.plans[form, where, only]
     return found
 
 
@@ -106,26 +97,17 @@ def _is_frozen(leaf: LeafLayout, leaves: SavedLeaves) -> bool:
     return leaves.frozen.get(leaves.owners[f"{leaf.kind}/{leaf.key}"]) == leaf.shape
 
 
-def holders_of(runtime: Runtime[Any, Any], form: StateLayout, state: TrainState, index: int) -> Where:
-    handle = state.handles[index]
-    return owners_along(form, index) + (() if isinstance(handle, StaticLeaf) else runtime.where(handle))
-
-
-def owners_along(form: StateLayout, index: int) -> Where:
-    return tuple((axis, (rank,)) for axis, rank in form.specs[index].owner.items())
-
-
-def reduction_of(manager: StateManager, runtime: Runtime[Any, Any]) -> str:
+def reduction_of(states: States, runtime: Runtime[Any, Any]) -> str:
     """Return text that is equal for two runs if their sums have the same bits."""
-    if manager.options.reduction == "ordered" or runtime.is_simulated:
+    if states.options.reduction == "ordered" or runtime.is_simulated:
         return "ordered"
-    return f"fast on {manager.mesh} by {runtime.algorithm}"
+    return f"fast on {states.mesh} by {runtime.algorithm}"
 
 
-def _loss_scale(manager: StateManager, form: StateLayout, state: TrainState) -> float | None:
+def _loss_scale(states: States, form: StateLayout, state: TrainState) -> float | None:
     _, indices = form.trees(list(range(len(state.handles))))
-    for each, held in zip(manager.requests, manager.split(indices)[1], strict=True):
+    for each, held in zip(states.requests, states.split(indices)[1], strict=True):
         if isinstance(each, ScaleLoss):
-            scale = manager.runtime_for(state).whole(state.handles[held.scale], form.specs[held.scale])
+            scale = states.runtime_for(state).whole(state.handles[held.scale], form.specs[held.scale])
             return float(scale.min())  # replicas have one each
     return None

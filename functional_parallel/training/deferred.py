@@ -24,7 +24,7 @@ from .. import _torch
 from ..functions import PyTree
 from ..ir import OPS_ON_SHAPES, hollow
 from ..lowering import traced_in
-from .batches import tensors_of
+from ..stateful import tensors_of
 from .generators import Generators
 from .replay import Call, CannotDeferError, DeferredInit, Memory, RecordedOp, View, memory_of
 

@@ -26,8 +26,8 @@ from .state import TrainState, Watched
 T = TypeVar("T")
 
 
-class Step(Protocol):
-    """Training step of the states; see `StateManager`."""
+class CheckedStates(Protocol):
+    """The states of a training step; see `States`."""
 
     f: LocalFunction
     options: StepOptions
@@ -37,28 +37,28 @@ class Step(Protocol):
     def runtime_for(self, state: TrainState) -> Runtime[Any, Any]: ...
 
 
-def settle(train: Step, state: TrainState) -> None:
+def settle(states: CheckedStates, state: TrainState) -> None:
     """Check the flag of a state's last step on a device, if it has not been checked."""
     watched, state.watched = state.watched, None
     if watched is not None:
         watched.copied.synchronize()
         if not bool(watched.flag):
-            _refuse(train, watched.step, state, watched.metrics)
+            _refuse(states, watched.step, state, watched.metrics)
 
 
-def require_finite(train: Step, before: TrainState, state: TrainState, metrics: Metrics) -> None:
+def require_finite(states: CheckedStates, before: TrainState, state: TrainState, metrics: Metrics) -> None:
     """Check that a step's loss and gradient norm are finite. On a device, check the previous step instead."""
     if metrics.loss is None or _torch.has_functorch_level([metrics.loss]):
         return
-    scaled = train.f.layout.last(ScaleLoss)
+    scaled = states.f.layout.last(ScaleLoss)
     minimum = 0.0 if scaled is None else scaled.rules.minimum
     good = _is_good(metrics, minimum)
     if _is_in_main_memory(metrics):
         if not bool(good):
-            _refuse(train, before.step, state, metrics)
+            _refuse(states, before.step, state, metrics)
         return
     state.watched = before.watched
-    settle(train, state)
+    settle(states, state)
     state.watched = _copied(before.step, metrics, good)
 
 
@@ -84,10 +84,10 @@ def _copied(step: int, metrics: Metrics, good: torch.Tensor) -> Watched:
     return Watched(step, metrics, flag, copied)
 
 
-def _refuse(train: Step, step: int, state: TrainState, metrics: Metrics) -> None:
+def _refuse(states: CheckedStates, step: int, state: TrainState, metrics: Metrics) -> None:
     if metrics.skipped is not None and bool(metrics.skipped):
-        return train.check(state)  # the loss scale decides whether this overflow is an error
-    wrong, count = not_finite(train, state)
+        return states.check(state)  # the loss scale decides whether this overflow is an error
+    wrong, count = not_finite(states, state)
     values = f"loss {metrics.loss.item():.6g}"
     values += "" if metrics.grad_norm is None else f", gradient norm {metrics.grad_norm.item():.6g}"
     told = (
@@ -97,7 +97,7 @@ def _refuse(train: Step, step: int, state: TrainState, metrics: Metrics) -> None
     )
     begin = (
         f"make the state before step {step} again, from what was saved"
-        if train.options.donate
+        if states.options.donate
         else f"take the state that was given to step {step}"
     )
     raise NonFiniteError(
@@ -111,9 +111,9 @@ def _refuse(train: Step, step: int, state: TrainState, metrics: Metrics) -> None
     )
 
 
-def require_finite_inputs(train: Step, state: TrainState, batch: tuple[PyTree, ...]) -> None:
+def require_finite_inputs(states: CheckedStates, state: TrainState, batch: tuple[PyTree, ...]) -> None:
     """Check that the parameters are finite and the batch has no NaN before a replay searches for an op."""
-    wrong, count = not_finite(train, state)
+    wrong, count = not_finite(states, state)
     if wrong:
         raise ValueError(
             f"train.replay: {wrong[0]} is not finite before step {state.step} ({len(wrong)} of {count} parameters are "
@@ -121,17 +121,17 @@ def require_finite_inputs(train: Step, state: TrainState, batch: tuple[PyTree, .
         )
     leaves = zip(tree_paths(batch), optree.tree_leaves(batch), strict=True)
     mine = [path for path, leaf in leaves if isinstance(leaf, torch.Tensor) and bool(torch.isnan(leaf).any())]
-    found = train.runtime_for(state).exchange(mine, "to compare batches")
+    found = states.runtime_for(state).exchange(mine, "to compare batches")
     for rank, paths in enumerate(found):
         if paths:
             raise ValueError(f"train.replay: {paths[0] or 'the batch'} of the batch has a NaN on rank {rank}")
 
 
-def not_finite(train: Step, state: TrainState) -> tuple[list[str], int]:
+def not_finite(states: CheckedStates, state: TrainState) -> tuple[list[str], int]:
     """Return the paths of the parameters that are not finite on some rank, and the number of parameters."""
     count = state.form.params.num_leaves
     mine = [index for index, handle in enumerate(state.handles[:count]) if not _all_finite(handle)]
-    every = train.runtime_for(state).exchange(mine, "to name the parameters that are not finite")
+    every = states.runtime_for(state).exchange(mine, "to name the parameters that are not finite")
     paths = tree_paths(state.form.params.unflatten(range(count)))
     return [paths[index] or "the parameter" for index in sorted(set().union(*every))], count
 

@@ -15,8 +15,8 @@ from .. import optim
 from ..functions import PyTree
 from ..ir import is_trained, leaf_signature, refuse_abstract, without_memory
 from ..requests import BufferState, LossScaleState, MasterState, ReplicaState, ScaledState
+from ..stateful import listed, structure_as_text
 from .local_step import Metrics
-from .signatures import listed, structure_as_text
 
 T = TypeVar("T")
 

@@ -11,39 +11,42 @@ import torch
 from sharding_specs import P, SpecError, tree_paths
 
 from ..functions import LocalFunction, PyTree, Resolved, SpecTree, as_local_function, relayout_leaf
-from ..ir import leaf_signature, with_short_tracebacks
+from ..ir import with_short_tracebacks
 from ..lowering import Lowered, lower
 from ..passes import Options
 from ..pipelines import PipelineProgram, pipeline_of
 from ..program import Explanation, PassTable, Program
-from ..runtime import copy_if_aliased, moved_to, refuse_asynchronous, storages
-from ..tracing import ProgramCache, disable_ambient_modes
-from .batches import BatchInputs, tensors_of
-from .signatures import listed, structure_as_text
-from .state import StateLayout, StaticLeaf, TrainState
-from .states import StateManager
-from .update import as_trained, at_rest
+from ..runtime import moved_to, refuse_asynchronous
+from ..stateful import StatefulProgram, StaticLeaf, at_rest, listed, structure_as_text, tensors_of
+from .batches import BatchInputs
+from .state import StateLayout, TrainState
+from .states import States
+from .update import as_trained
 
 
 class StateFunction:
-    """Function compiled for the states of a step; see `TrainStep.compile`. `program` is the last one used."""
+    """Function compiled for the states of a step; see `TrainStep.compile`."""
 
-    def __init__(self, train: StateManager, f: Callable[..., Any], batch: str | None = None, ema: bool = False) -> None:
-        batch = train.options.batch if batch is None else batch
+    def __init__(self, states: States, f: Callable[..., Any], batch: str | None = None, ema: bool = False) -> None:
+        batch = states.options.batch if batch is None else batch
         if batch not in ("global", "own"):
             raise ValueError(f"train_step.compile(batch={batch!r}): it is 'global' or 'own', by default the step's")
-        self.train, self.f, self.ema = train, as_local_function(f), ema
-        self.f.layout.mesh(train.mesh)
-        refuse_asynchronous(self.f, train.mesh)
-        _require_alike_pipelines(self.f, train.f)
-        self.batches = BatchInputs(self.f, train.mesh, batch == "own", train.passed)
-        self.program: Program | PipelineProgram | None = None
-        self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
+        self.states, self.f, self.ema = states, as_local_function(f), ema
+        self.f.layout.mesh(states.mesh)
+        refuse_asynchronous(self.f, states.mesh)
+        _require_alike_pipelines(self.f, states.f)
+        self.batches = BatchInputs(self.f, states.mesh, batch == "own", states.programs.passed)
+        self.compiled = StatefulProgram(self.f.name, "call it, or call .lower(state, batch), first")
+
+    @property
+    def program(self) -> Program | PipelineProgram | None:
+        """The last program used; None before the first call."""
+        return self.compiled.program
 
     @with_short_tracebacks
     def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> PyTree:
         """Call the function on a state's parameters and a batch. Return full tensors. Every process must call it."""
-        form, runtime = self.train.known_form(state), self.train.runtime_for(state)
+        form, runtime = self.states.known_form(state), self.states.runtime_for(state)
         batch = self.batches.by_place(batch, named)
         self.batches.stay_in_step(runtime, f"calls {self.f.name} on the state of step {state.step}", batch)
         taken = optree.tree_leaves(self._taken(form, range(len(state.handles))))
@@ -51,45 +54,35 @@ class StateFunction:
         lowered = self._lower(form, state, moved_to(runtime.device, batch))
         lowered.require_layouts(tensors_of(batch), len(handles))
         extra, shown = self.batches.entered(runtime, lowered.program, self.f.name, batch)
-        held, specs = storages(*handles), lowered.program.out_specs  # a later step writes into the state's memory
-        with disable_ambient_modes():
-            results = runtime.run(lowered.program, [*handles, *extra], shown, state.whose)
-        whole = [copy_if_aliased(runtime.whole(x, spec), held) for x, spec in zip(results, specs, strict=True)]
-        return lowered.result(whole)
+        return lowered.result(self.compiled.run(runtime, lowered, [*handles, *extra], shown, state.whose, kept=handles))
 
     @with_short_tracebacks
     def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program for these arguments, without running it."""
-        return self._lower(self.train.known_form(state), state, self.batches.by_place(batch, named)).program
+        return self._lower(self.states.known_form(state), state, self.batches.by_place(batch, named)).program
 
     def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Return every collective of the program used last: kind, axis, count, bytes, source line."""
-        if self.program is None:
-            raise ValueError(f"{self.f.name} has not run yet: call it, or call .lower(state, batch), first")
-        return self.program.explain(group=group, casts=casts)
+        return self.compiled.explain(group, casts)
 
     def __repr__(self) -> str:
-        return f"compile({self.f}, {self.train.mesh!r})"
+        return f"compile({self.f}, {self.states.mesh!r})"
 
     # --- the program ---
 
     def _lower(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        leaves, tree = optree.tree_flatten(batch)
-        programs = self._lowered.setdefault(form, ProgramCache(self.f.name))
-        lowered = programs.get((tree, tuple(map(leaf_signature, leaves))), lambda: self._trace(form, state, batch))
-        self.program = lowered.program
-        return lowered
+        return self.compiled.lower(batch, form, lambda: self._trace(form, state, batch))
 
     def _taken(self, form: StateLayout, leaves: Sequence[Any]) -> tuple[PyTree, ...]:
         """Return the arguments before the batch, from the leaves of a state: parameters, or averages, and buffers."""
         params, state = form.trees(list(leaves))
-        params, *more = self.train.arguments(params, state)
-        return (self.train.average(self.train.split(state)[0]) if self.ema else params, *more)
+        params, *more = self.states.arguments(params, state)
+        return (self.states.average(self.states.split(state)[0]) if self.ema else params, *more)
 
     def _trace(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        held, places = self.train.shapes(form, state), form.places.in_compute()
+        held, places = self.states.shapes(form, state), form.places.in_compute()
         params, *more = self._taken(form, optree.tree_leaves(held))
-        resolved = self.f.resolve((places.as_given(held[0]), *more, *batch), self.train.mesh)
+        resolved = self.f.resolve((places.as_given(held[0]), *more, *batch), self.states.mesh)
         compute = optree.tree_map(P.in_compute, self._compute_specs(resolved, held[0], form))
         specs = resolved.arguments[1 + len(more) :]
         args = (params, *more, *self.batches.whole(batch, specs))
@@ -102,10 +95,10 @@ class StateFunction:
             reduced = optree.tree_map(relayout_leaf, taken, optree.tree_map(at_rest, compute), compute)
             return self.f.run(resolved.inside, optree.tree_map(as_trained, reduced, places.params), *batch)
 
-        given = self.train.options
+        given = self.states.options
         backend = "inductor" if given.backend.startswith("inductor") else "eager"  # a graph would copy the parameters
         options = Options(bucket=given.bucket, without=given.without, backend=backend)
-        return lower(self.f.then(call), self.train.mesh, args, layouts, name=self.f.name, options=options)
+        return lower(self.f.then(call), self.states.mesh, args, layouts, name=self.f.name, options=options)
 
     def _compute_specs(self, resolved: Resolved, params: PyTree, form: StateLayout) -> SpecTree:
         """Return the function's compute layout of the parameters, after a check that it matches the state's."""

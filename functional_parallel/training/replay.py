@@ -11,7 +11,7 @@ import torch
 
 from .. import _torch
 from ..functions import PyTree
-from .batches import tensors_of
+from ..stateful import tensors_of
 
 Call = Callable[..., PyTree]
 Memory = _torch.StorageWeakRef

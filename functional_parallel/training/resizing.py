@@ -26,7 +26,7 @@ class Resize:
         self._paths = dict(zip(tree_keys(saved.params), paths, strict=True))
         self._rules, self._owners, self._copies = rules, saved.owners, set[str]()
         if any(map(callable, rules.values())):
-            self._copies = _copies(optimizer, saved.params)
+            self._copies = copies(optimizer, saved.params)
         for pattern, rule in rules.items():
             if rule != "zeros" and not callable(rule):
                 raise ValueError(f"resize={{{pattern!r}: {rule!r}}}: it is 'zeros', or a function of (old, shape)")
@@ -43,7 +43,7 @@ class Resize:
         return found if leaf.kind == "params" or name in self._copies or found is None else "zeros"
 
 
-def _copies(optimizer: Optimizer, params: PyTree) -> set[str]:
+def copies(optimizer: Optimizer, params: PyTree) -> set[str]:
     """Return the names of the state that begins with the values of the parameters, such as an average of them."""
 
     def first(value: int) -> PyTree:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import optree
 import torch
 
-from sharding_specs import local_shape, register_dataclasses
+from sharding_specs import register_dataclasses
 
 from ..checkpoint import (
     TOO_FAST,
@@ -30,16 +30,15 @@ from ..checkpoint import (
 from ..errors import CheckpointError, DamagedCheckpointError, InputMismatchError, RemovedCheckpointError
 from ..functions import PyTree
 from ..ir import Aval, TensorSignature, hollow, without_memory
-from ..pipelines import PipelineProgram, pipeline_of
 from ..runtime import Runtime, Where, device_of
+from ..stateful import HeldLeaves, Sharded, StaticLeaf, handle_of_shards, listed, owners_along, peers_of, saved_shapes
 from ..tracing import disable_ambient_modes
-from .checkpoints import owners_along, peers_of, reduction_of
+from .checkpoints import reduction_of
 from .moving import HeldState
-from .resizing import Resize, Rule, resized
+from .resizing import Resize, Rule, copies, resized
 from .saved import SavedLeaves, saved_leaves
-from .signatures import listed
-from .state import StateLayout, StaticLeaf, TrainState
-from .states import StateManager
+from .state import StateLayout, TrainState
+from .states import States
 
 T = TypeVar("T")
 
@@ -56,13 +55,14 @@ class RestoreOptions:
     cast: bool
     fallback: bool
     resize: Mapping[str, Rule]
+    batch: PyTree
 
 
-def restore_state(manager: StateManager, path: Path, options: RestoreOptions) -> TrainState:
+def restore_state(states: States, path: Path, options: RestoreOptions) -> TrainState:
     """Return the state of a checkpoint; of the newest again, if a run removes it meanwhile. Every process calls it."""
     if options.resize and options.like is None:
         raise ValueError("resize=… takes the new shapes from like=…, parameters that may be on the meta device")
-    runtime = manager.runtime()
+    runtime = states.runtime()
     peers, removed = peers_of(runtime), ""
     for _ in range(TRIES):
         found, problem = list[Path](), ""
@@ -75,18 +75,18 @@ def restore_state(manager: StateManager, path: Path, options: RestoreOptions) ->
         if problem:
             raise (RemovedCheckpointError if removed else CheckpointError)(problem)
         try:
-            return _first_intact(manager, runtime, peers, found, options)
+            return _first_intact(states, runtime, peers, found, options)
         except RemovedCheckpointError as error:
             removed = str(error)  # the error itself would keep what was read
     raise RemovedCheckpointError(TOO_FAST.format(path=path))
 
 
 def _first_intact(
-    manager: StateManager, runtime: Runtime[Any, Any], peers: Peers, found: list[Path], options: RestoreOptions
+    states: States, runtime: Runtime[Any, Any], peers: Peers, found: list[Path], options: RestoreOptions
 ) -> TrainState:
     for number, each in enumerate(found):
         try:
-            return _restored(manager, runtime, peers, each, options)
+            return _restored(states, runtime, peers, each, options)
         except DamagedCheckpointError as error:
             if not options.fallback or number + 1 == len(found):
                 older = f"; fallback=True takes {found[number + 1].name}" if number + 1 < len(found) else ""
@@ -98,7 +98,7 @@ def _first_intact(
 
 
 def _restored(
-    manager: StateManager, runtime: Runtime[Any, Any], peers: Peers, path: Path, options: RestoreOptions
+    states: States, runtime: Runtime[Any, Any], peers: Peers, path: Path, options: RestoreOptions
 ) -> TrainState:
     checkpoint, nonces = _on_all(peers, "after opening a checkpoint", lambda: Checkpoint(path), lambda it: it.nonce)
     if len(set(nonces)) > 1:
@@ -106,7 +106,7 @@ def _restored(
 
     def restored() -> tuple[TrainState, str]:
         with disable_ambient_modes():
-            restore = _Restore(manager, runtime, checkpoint, options)
+            restore = _Restore(states, runtime, checkpoint, options)
             state = restore.state()
         if options.data is not None:
             load_position(checkpoint.body["data_position"], options.data, peers)
@@ -118,7 +118,7 @@ def _restored(
             "resize: the functions returned other values on other ranks: let them draw from a generator with a seed"
         )
     if peers.rank == 0:
-        _warn(manager, runtime, checkpoint)
+        _warn(states, runtime, checkpoint)
     return state
 
 
@@ -149,26 +149,45 @@ def _on_all(
     return result, [text for text, _ in every]
 
 
-def load_state(manager: StateManager, state: TrainState) -> TrainState:
+def load_state(states: States, state: TrainState, batch: PyTree) -> TrainState:
     """Return a state of another step in the layout of this one, by messages between the ranks. Every process calls it.
 
     Raises:
         TypeError: if the state is of simulated ranks, and this step is of real processes, or the reverse.
         ValueError: if a leaf of one step is not one of the other, or has another shape or dtype.
     """
-    source = HeldState(state, manager)
-    options = RestoreOptions(None, source.leaves.params, None, {}, False, False, False, {})
+    source = HeldState(state, states.runtime())
+    options = RestoreOptions(None, source.leaves.params, None, {}, False, False, False, {}, batch)
     with disable_ambient_modes():
-        return _Restore(manager, manager.runtime(), source, options).state()
+        return _Restore(states, states.runtime(), source, options).state()
+
+
+def first_state(states: States, params: Sharded, batch: PyTree) -> TrainState:
+    """Return the first state of sharded parameters, which are moved to the layout of this step."""
+    runtime = states.runtime()
+    held = params.source(runtime)
+    device = runtime.device or device_of(held.handles) or torch.get_default_device()
+
+    def zeros() -> PyTree:  # with the memory of one element
+        return optree.tree_map(lambda x: torch.zeros_like(hollow(x, ()), device=device).expand(x.shape), params.shapes)
+
+    options = RestoreOptions(None, zeros, None, {}, True, True, False, {}, batch)
+    with disable_ambient_modes():
+        restore = _Restore(states, runtime, held, options)
+        leaves, owners = {leaf.key: leaf for leaf in held.plan.leaves}, restore.saved.owners
+        named = [(name.partition("/")[2], leaves.get(owners[name])) for name in copies(states.optimizer, params.shapes)]
+        added = (replace(leaf, kind="optimizer", key=key) for key, leaf in named if leaf is not None)
+        restore.plan = replace(held.plan, leaves=(*held.plan.leaves, *added))
+        return restore.state()
 
 
 class _Restore:
     """A state from a checkpoint or from memory, for the ranks of this process."""
 
     def __init__(
-        self, manager: StateManager, runtime: Runtime[Any, Any], source: Checkpoint | HeldState, options: RestoreOptions
+        self, states: States, runtime: Runtime[Any, Any], source: Checkpoint | HeldLeaves, options: RestoreOptions
     ) -> None:
-        self.manager, self.runtime, self.source, self.options = manager, runtime, source, options
+        self.states, self.runtime, self.source, self.options = states, runtime, source, options
         self.plan: SavePlan = source.plan
         self.first = self._first_state()
         given = self._like() if self.first is None else None  # it may be a function, which is called once
@@ -176,9 +195,9 @@ class _Restore:
         device = runtime.device or device_of(held) or torch.get_default_device()
         self.device = torch.device("cpu") if device.type == "meta" else device
         self.form, self.leaves = self._layout(given)
-        self.where = self._where(self._program())
-        self.saved: SavedLeaves = saved_leaves(manager, self.form, self.where.__getitem__)
-        self.resize = Resize(options.resize, self.saved, manager.optimizer)
+        self.where = self._where()
+        self.saved: SavedLeaves = saved_leaves(states, self.form, self.where.__getitem__)
+        self.resize = Resize(options.resize, self.saved, states.optimizer)
         self.made: dict[str, list[LeafLayout]] = {}  # leaves that functions resize, by kind and key
         self.sums: list[str] = []  # of these
         self.shards: dict[tuple[int, int], torch.Tensor] = {}  # by index of the held tensor and rank
@@ -188,7 +207,7 @@ class _Restore:
         read = {index for leaf in wanted for piece in leaf.pieces for index in piece.held}
         handles = [self._handle(index, numbers, index in read) for index in range(len(self.leaves))]
         kept = [leaf for leaf in wanted if f"{leaf.kind}/{leaf.key}" not in self.made]
-        items = plan_restore(self.plan, kept, self.manager.mesh)
+        items = plan_restore(self.plan, kept, self.states.mesh)
         self.source.fill(items, self.shards)
         for name, leaves in self.made.items():
             self._make(name, leaves)
@@ -200,7 +219,7 @@ class _Restore:
 
     def _make(self, name: str, leaves: list[LeafLayout]) -> None:
         """Fill the shards of a leaf, of a parameter its master and the stored one, by a function of the old leaf."""
-        rule, mesh = self.resize.rule(leaves[0]), self.manager.mesh
+        rule, mesh = self.resize.rule(leaves[0]), self.states.mesh
         assert callable(rule)
         assert isinstance(self.source, Checkpoint)  # a state in memory is not resized
         new = resized(rule, self.source.tensor(name), leaves[0])
@@ -227,7 +246,7 @@ class _Restore:
             ]
         like = optree.tree_map(without_memory, given)
         register_dataclasses(like)
-        return self.manager.place(*self.manager.begun(like))
+        return self.states.place(*self.states.begun(like))
 
     def _like(self) -> PyTree:
         like = self.options.like
@@ -240,14 +259,7 @@ class _Restore:
                 "and tuples, which a checkpoint does not name: give train.restore(path, like=params), parameters of "
                 "the same structure; they may be on the meta device"
             )
-        leaves = {leaf.key: leaf for leaf in self.plan.leaves if leaf.kind == "params"}
-
-        def leaf(key: str) -> Any:
-            if key not in leaves:
-                return self.source.numbers[f"params/{key}"]
-            return torch.empty(leaves[key].shape, dtype=leaves[key].dtype, device="meta")
-
-        return tree_from_json(made, leaf)
+        return saved_shapes(self.source)
 
     def _first_state(self) -> TrainState | None:
         """Return a first state for the leaves that the checkpoint lacks: frozen ones, and others with `partial`."""
@@ -265,39 +277,37 @@ class _Restore:
             )
         if like is None:
             raise CheckpointError("partial=True takes new leaves from like=…, parameters with values, which is missing")
-        return self.manager.init(like)
+        return self.states.create(like, self._batch())
 
-    def _program(self) -> PipelineProgram | None:
-        """Return the program of a pipeline, with the ranks that hold each leaf; None if it is not known."""
+    def _batch(self) -> PyTree:
+        """Return the batch of `restore`, or with "saved" that of the checkpoint, without values."""
+        batch = self.options.batch
+        if not (isinstance(batch, str) and batch == "saved"):
+            return batch
         made = self.source.body["batch"]
-        if pipeline_of(self.manager.f.layout) is None or made is None or self.manager.batches.own:
-            return None
+        if made is None:
+            raise CheckpointError(
+                f"{self.source.path}: it does not have the shapes of a batch: no step had been lowered, or the "
+                "batch has other containers than dicts, lists and tuples: give train.restore(path, batch=batch)"
+            )
 
         def leaf(value: Any) -> Any:
-            if not isinstance(value, dict):
-                return value
-            return hollow(Aval(tuple(value["shape"]), getattr(torch, value["dtype"]), self.device))
+            is_tensor = isinstance(value, dict)
+            return (
+                torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device="meta") if is_tensor else value
+            )
 
-        def like(leaf: Any) -> Any:
-            return hollow(Aval(tuple(leaf.shape), leaf.dtype, self.device)) if isinstance(leaf, torch.Tensor) else leaf
+        return tree_from_json(made, leaf)
 
-        params, state = self.form.trees(list(map(like, self.leaves)))
-        try:
-            program = self.manager.lower_for(self.form, tree_from_json(made, leaf), (params, state))
-        except Exception:  # the batch of the saved run does not fit this plan, so all ranks hold all leaves
-            return None
-        is_chain = isinstance(program, PipelineProgram) and program.schedule.versions is None
-        return program if is_chain else None
-
-    def _where(self, program: PipelineProgram | None) -> list[Where]:
+    def _where(self) -> list[Where]:
         """Return the ranks that hold each leaf."""
-        found = [owners_along(self.form, index) for index in range(len(self.form.specs))]
-        plan = pipeline_of(self.manager.f.layout)
-        if program is None or plan is None:
+        found = [owners_along(spec) for spec in self.form.specs]
+        program = self.states.programs.holding(self.form, self.leaves, self._batch())
+        if program is None:
             return found
         tensors = (index for index, look in enumerate(self.form.looks) if isinstance(look, TensorSignature))
         for index, node in zip(tensors, program.inputs, strict=False):  # the batch follows
-            found[index] += ((plan.axis, tuple(sorted(program.holders(node)))),)
+            found[index] += ((program.axis, tuple(sorted(program.holders(node)))),)
         return found
 
     # --- leaves ---
@@ -332,7 +342,7 @@ class _Restore:
 
     def _is_optional(self, key: str) -> bool:
         """Whether the leaf is one of a request, which makes it at the start."""
-        return any(each.optional and key.startswith(f"~{type(each).__name__}/") for each in self.manager.requests)
+        return any(each.optional and key.startswith(f"~{type(each).__name__}/") for each in self.states.requests)
 
     def _differences(self, leaf: LeafLayout, saved: LeafLayout | LeafInfo, any_dtype: bool) -> Iterator[str]:
         is_resized = self.resize.rule(leaf) is not None and len(saved.shape) == len(leaf.shape)
@@ -371,33 +381,22 @@ class _Restore:
             if leaf.is_meta:
                 raise CheckpointError(f"{self.source.path}: it does not have a value for {self.form.path(index)}")
             return self.runtime.shard(leaf, spec)
-        where, mesh = self.where[index], self.manager.mesh
 
-        def shard(rank: int) -> torch.Tensor:
-            if (index, rank) in self.shards:  # filled
-                return spec.store(self.shards[index, rank])
-            coordinates = mesh.coordinates(rank)
-            size = local_shape(leaf.shape, spec, mesh)
-            if not all(coordinates[axis] in indices for axis, indices in where):
-                return torch.empty(size, dtype=leaf.dtype, device="meta")
-            made = torch.empty(size, dtype=leaf.dtype, device=self.device)
-            self.shards[index, rank] = made
-            return made
-
-        return self.runtime.assemble(spec, where, shard)
+        aval = Aval(tuple(leaf.shape), leaf.dtype, self.device)
+        return handle_of_shards(self.runtime, spec, aval, self.where[index], index, self.shards)
 
 
-def _warn(manager: StateManager, runtime: Runtime[Any, Any], checkpoint: Checkpoint) -> None:
+def _warn(states: States, runtime: Runtime[Any, Any], checkpoint: Checkpoint) -> None:
     saved = checkpoint.body
-    if saved["seed"] != manager.options.seed:
+    if saved["seed"] != states.options.seed:
         warnings.warn(
             f"{checkpoint.path} was saved by a step with seed={saved['seed']}, and this one has "
-            f"seed={manager.options.seed}: random numbers differ from those of the uninterrupted run",
+            f"seed={states.options.seed}: random numbers differ from those of the uninterrupted run",
             RuntimeWarning,
             stacklevel=6,
         )
-    now = reduction_of(manager, runtime)
-    if saved["reduction"] != now and "fast" in saved["reduction"] + now:
+    now = reduction_of(states, runtime)
+    if saved["reduction"] != now:
         warnings.warn(
             f"{checkpoint.path} was saved by a run with sums {saved['reduction']}, and this one has {now}: "
             "losses differ from those of the uninterrupted run by rounding; reduction='ordered' has the same bits",

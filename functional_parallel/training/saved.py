@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from sharding_specs import P
-
 from ..checkpoint import LeafLayout, Piece, Vector, tree_keys
 from ..functions import PyTree
 from ..ir import TensorSignature
 from ..runtime import Where
+from ..stateful import leaf_layout
 from .state import StateLayout
-from .states import StateManager
+from .states import States
 from .update import FlatPacking
 
 
@@ -93,26 +92,16 @@ class _Markers:
     def layout(self, kind: str, key: str, marker: torch.Tensor, where: Callable[[int], Where]) -> LeafLayout:
         """Return the layout of a full tensor. `where` returns the ranks that hold a held tensor."""
         held, number, is_stack = self.source(marker)
-        shape = tuple(marker.shape)
-        if number is not None:
-            packing = self.form.places.packing
-            assert isinstance(packing, FlatPacking)
-            spec, begin, length = packing.place(number)
-            pieces = [Piece(spec, held, None, Vector(packing.over, begin, length), where(held[0]))]
-        elif not is_stack:
-            pieces = [Piece(P(*self.form.specs[held[0]].dims), held, None, None, where(held[0]))]
-        else:
-            rows: dict[tuple[P, Where], list[int]] = {}
-            for row, index in enumerate(held):
-                rows.setdefault((P(*self.form.specs[index].dims), where(index)), []).append(row)
-            pieces = [
-                Piece(spec, tuple(held[row] for row in found), tuple(found), None, place)
-                for (spec, place), found in rows.items()
-            ]
-        return LeafLayout(kind, key, shape, marker.dtype, tuple(pieces))
+        if number is None:
+            return leaf_layout(kind, key, marker, held, is_stack, self.form.specs, where)
+        packing = self.form.places.packing
+        assert isinstance(packing, FlatPacking)
+        spec, begin, length = packing.place(number)
+        piece = Piece(spec, held, None, Vector(packing.over, begin, length), where(held[0]))
+        return LeafLayout(kind, key, tuple(marker.shape), marker.dtype, (piece,))
 
 
-def saved_leaves(manager: StateManager, form: StateLayout, where: Callable[[int], Where]) -> SavedLeaves:
+def saved_leaves(states: States, form: StateLayout, where: Callable[[int], Where]) -> SavedLeaves:
     """Return the leaves of a checkpoint of a state. `where` returns the ranks that hold the held tensor of an index."""
     markers = _Markers(form)
     leaves = [
@@ -121,7 +110,7 @@ def saved_leaves(manager: StateManager, form: StateLayout, where: Callable[[int]
         else _Constant(index)
         for index, look in enumerate(form.looks)
     ]
-    params, state, added = manager.full(form, leaves, markers.of_vector, markers.join)
+    params, state, added = states.full(form, leaves, markers.of_vector, markers.join)
     found = [("params", key, leaf) for key, leaf in _named(params)]
     found += [("optimizer", key, leaf) for key, leaf in _named(state)]
     found += [("optimizer", f"~{name}/{key}", leaf) for name, each in added.items() for key, leaf in _named(each)]

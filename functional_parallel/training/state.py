@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,17 +14,15 @@ import torch
 from sharding_specs import Mesh, P, tree_paths
 
 from .. import _torch
-from ..errors import DonatedStateError, ReentrantCallError
 from ..functions import PyTree
 from ..ir import LeafSignature, current_source, leaf_signature, warn_at
+from ..stateful import Held, structure_as_text
 from .local_step import Metrics
-from .signatures import on_one_line, structure_as_text
 from .update import StepLayout
 
 T = TypeVar("T")
 
 _MANY_RECORDED = 32
-_MOST_OF_A_FAILURE = 200  # characters; the error itself was raised
 
 
 def detach_leaf(leaf: T) -> T | torch.Tensor:
@@ -33,13 +30,6 @@ def detach_leaf(leaf: T) -> T | torch.Tensor:
     if isinstance(leaf, torch.Tensor) and leaf.is_leaf and not _torch.is_functorch_wrapped(leaf):
         return leaf.detach()
     return leaf
-
-
-@dataclass(frozen=True)
-class StaticLeaf:
-    """Leaf of the parameters that is not a tensor, stored where a tensor has a handle."""
-
-    value: Any
 
 
 @dataclass(eq=False)
@@ -55,7 +45,7 @@ class StateLayout:
     state: optree.PyTreeSpec
     specs: tuple[P, ...]  # of each leaf
     looks: tuple[LeafSignature, ...]  # of each leaf as a full tensor
-    manager: Any  # of the step that made it, which maps the leaves to the user's trees
+    states: Any  # of the step that made it, which map the leaves to the user's trees
 
     @cached_property
     def key(self) -> Hashable:
@@ -93,11 +83,11 @@ class StateLayout:
         return [f"{look} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
 
 
-def state_layout(manager: Any, places: StepLayout, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> StateLayout:
+def state_layout(states: Any, places: StepLayout, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> StateLayout:
     """Return the layout of a state with these full parameters and this packed optimizer state."""
     looks = tuple(map(leaf_signature, optree.tree_leaves((params, state))))
     structures = optree.tree_structure(params), optree.tree_structure(state)
-    return StateLayout(manager.mesh, places, *structures, specs, looks, manager)
+    return StateLayout(states.mesh, places, *structures, specs, looks, states)
 
 
 def recorded_steps(before: int, loss: torch.Tensor | None) -> int:
@@ -124,7 +114,7 @@ class Watched(NamedTuple):
     copied: torch.cuda.Event
 
 
-class TrainState:
+class TrainState(Held):
     """Parameters and optimizer state as the runtime holds them, sharded.
 
     Attributes:
@@ -137,14 +127,14 @@ class TrainState:
 
     as_argument: ClassVar = "in whose place train.params(state) goes, its parameters, whole"
 
-    __slots__ = ("_failure", "_form", "_handles", "_step", "counts", "recorded", "watched", "whose")
+    __slots__ = ("_form", "_step", "counts", "recorded", "watched", "whose")
 
     def __init__(self, step: int, handles: tuple[Any, ...], form: StateLayout, whose: str, recorded: int = 0) -> None:
-        self._step, self._form, self.whose, self._failure = step, form, whose, ""
+        super().__init__(handles)
+        self._step, self._form, self.whose = step, form, whose
         self.recorded = recorded
         self.watched: Watched | None = None
         self.counts: dict[str, int] | None = {}
-        self._handles: tuple[Any, ...] | None = handles
 
     @property
     def step(self) -> int:
@@ -156,29 +146,19 @@ class TrainState:
         """Layout of the state."""
         return self._form
 
-    @property
-    def handles(self) -> tuple[Any, ...]:
-        """Handle of the runtime for each leaf."""
-        if self._handles is None and self._failure:
-            raise DonatedStateError(
-                f"this state, of step {self.step}, was given to a step that failed ({self._failure}) and may have "
-                "written over part of it: begin again from what was saved, on all ranks. To have a state that a "
-                "failure leaves as it is, build the step by train_step(donate=False), at the price of a second copy "
-                "of parameters and optimizer state"
+    def _donated(self, failure: str) -> str:
+        if failure:
+            return (
+                f"this state, of step {self.step}, was given to a step that failed ({failure}) and may have written "
+                "over part of it: begin again from what was saved, on all ranks. To have a state that a failure leaves "
+                "as it is, build the step by train_step(donate=False), at the price of a second copy of parameters and "
+                "optimizer state"
             )
-        if self._handles is None:
-            raise DonatedStateError(
-                f"this state, of step {self.step}, was given to a step, which wrote the next state into its memory. "
-                "Use the state that the step returned; to keep an old one, give the step train.copy(state), or build "
-                "it by train_step(donate=False), at the price of a second copy of parameters and optimizer state"
-            )
-        return self._handles
-
-    def give(self) -> tuple[Any, ...]:
-        """Return the handles and mark the state as donated."""
-        handles = self.handles
-        self._handles = None
-        return handles
+        return (
+            f"this state, of step {self.step}, was given to a step, which wrote the next state into its memory. Use "
+            "the state that the step returned; to keep an old one, give the step train.copy(state), or build it by "
+            "train_step(donate=False), at the price of a second copy of parameters and optimizer state"
+        )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -189,19 +169,6 @@ class TrainState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
         return TrainState(self.step, deepcopy(self.handles, memo), self.form, self.whose, self.recorded)
-
-    @contextmanager
-    def used_by_a_step(self, given: tuple[Any, ...]) -> Iterator[None]:
-        """Context of the step that uses this state. After a failure, restore the handles `given` or note the reason."""
-        try:
-            yield
-        except ReentrantCallError:  # nothing has run
-            self._handles = given
-            raise
-        except BaseException as error:
-            if self._handles is None:
-                self._failure = on_one_line(f"{type(error).__name__}: {error}")[:_MOST_OF_A_FAILURE]
-            raise
 
     def __repr__(self) -> str:
         held = f"parameters={self.form.params.num_leaves}, mesh={self.form.mesh!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -11,20 +10,19 @@ from typing import Any, TypeVar
 import optree
 import torch
 
-from sharding_specs import Mesh, register_dataclasses, tree_paths, validate
+from sharding_specs import register_dataclasses, tree_paths, validate
 
 from .. import _torch
 from ..data import check_same_call
-from ..functions import PyTree, SpecTree, as_local_function
+from ..functions import PyTree, SpecTree
 from ..ir import (
     TensorSignature,
     current_source,
     leaf_signature,
     warn_at,
-    with_short_tracebacks,
     without_memory,
 )
-from ..optim import EMAState, Optimizer, tree_map_params
+from ..optim import EMAState, tree_map_params
 from ..pipelines import PipelineProgram
 from ..requests import (
     ReplicaState,
@@ -32,19 +30,19 @@ from ..requests import (
     converted_state,
     loss_arguments,
     split_state,
-    state_requests,
     with_leaves,
 )
-from ..runtime import Runtime, copy_if_aliased, runtime_kind_of, runtime_of, storages
+from ..runtime import Runtime, copy_if_aliased, runtime_of, storages
+from ..stateful import StaticLeaf, copied, full_leaves, require_holders
 from ..tracing import disable_ambient_modes
-from .batches import BatchInputs, check_same
+from .batches import check_same
 from .deferred import defer_init
 from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
-from .options import StepOptions
 from .replay import CannotDeferError
-from .replicas import first_replicas, masters_of, one_replica, replica_specs, replicas_of
-from .state import StateLayout, StaticLeaf, TrainState, detach_leaf, state_layout
+from .replicas import first_replicas, masters_of, one_replica, replica_specs
+from .state import StateLayout, TrainState, detach_leaf, state_layout
+from .step_programs import StepPrograms
 from .update import StepLayout, find_step_layout, warn_of_replicated_state
 
 T = TypeVar("T")
@@ -52,57 +50,24 @@ T = TypeVar("T")
 Made = Iterable[tuple[int, Any]]  # (index, leaf) pairs, in any order
 
 
-class StateManager(ABC):
-    """Creates states from parameters or from a checkpoint, and reads them. The plan has transformed the loss `f`."""
+class States:
+    """Creates the states of a step from parameters or from a checkpoint, and reads them."""
 
-    def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
-        self.f = as_local_function(f)
-        self.optimizer, self.mesh, self.options = optimizer, mesh, options
-        self.f.layout.mesh(mesh)  # raises if an axis of the plan is missing
-        self.requests = state_requests(self.f.layout)
-        self.passed = loss_arguments(self.requests, [None] * len(self.requests))
-        self.batches = BatchInputs(self.f, mesh, options.batch == "own", self.passed)
-        self.replicas = replicas_of(self.f.layout, options.has_aux)
+    def __init__(self, programs: StepPrograms) -> None:
+        self.programs = programs
+        self.f, self.optimizer, self.mesh = programs.f, programs.optimizer, programs.mesh
+        self.options = programs.options
+        self.requests, self.replicas, self.split = programs.requests, programs.replicas, programs.split
         self._forms: dict[Any, StateLayout] = {}
         self._known: set[StateLayout] = set()
-        self._latest: dict[StateLayout, Any] = {}  # programs
-        self.batch_signature: Any = None  # shapes of the last batch that was traced, as JSON
         self.plans: dict[Any, Any] = {}  # of checkpoints
-
-    @abstractmethod
-    def lower_for(self, form: StateLayout, batch: tuple[PyTree, ...], held: tuple[PyTree, PyTree]) -> Any:
-        """Return the program of a step for a state layout and a batch. Of all tensors only the shapes matter."""
 
     def runtime(self) -> Runtime[Any, Any]:
         """Return the runtime of the step."""
         return runtime_of(self.mesh, self.f, self.options.reduction)
 
-    @with_short_tracebacks
-    def init(self, params: PyTree) -> TrainState:
-        """Shard parameters and create the optimizer's state, leaf by leaf.
-
-        >>> import torch, functional_parallel as fp
-        >>> from sharding_specs import Mesh
-        >>> def loss(params, x):
-        ...     return (x @ params["weight"].T + params["bias"]).square().mean()
-        >>> def make():
-        ...     return fp.functional(torch.nn.Linear(64, 64))[1]
-        >>> train = fp.train_step(loss, fp.optim.adamw(1e-3), Mesh(data=4), fp.zero(3, "data"))
-        >>> state = train.init(make)                                  # no rank holds more than one whole leaf
-        >>> sorted(train.params(state))
-        ['bias', 'weight']
-
-        Args:
-            params: full parameters, equal on every rank (this is checked), or a function without arguments that
-                returns them. The function first runs on tensors without memory. Then its ops run one at a time, with
-                the random numbers that the function itself would draw. Each leaf of parameters and state exists as a
-                full tensor only until it is sharded. A function that reads the values of its tensors runs unchanged,
-                with a warning.
-
-        Raises:
-            TypeError: if these are not parameters.
-            InputMismatchError: if the parameters differ between ranks.
-        """
+    def create(self, params: PyTree, batch: PyTree) -> TrainState:
+        """Return the first state of parameters, which the optimizer makes, leaf by leaf; see `KeptStates.init`."""
         register_dataclasses(params)
         makes = callable(params) and not isinstance(params, torch.nn.Module)
         given = None if makes else optree.tree_map(detach_leaf, params)
@@ -120,7 +85,7 @@ class StateManager(ABC):
                 made = enumerate(leaves)
             if why and makes:
                 warn_at(current_source(), _IN_ONE_PIECE.format(why=why), RuntimeWarning)
-            return self._compared("train_step.init", form, leaves, made)
+            return self._compared("train_step.init", form, leaves, made, batch)
 
     def _begin(self, make: Callable[[], PyTree]) -> tuple[StateLayout, list[Any]]:
         """Return the layout of the first state of the parameters from `make`, and its leaves as full tensors."""
@@ -131,7 +96,7 @@ class StateManager(ABC):
         require_values(held, state)
         return self.place(held, state)
 
-    def _compared(self, name: str, form: StateLayout, leaves: list[Any], made: Made) -> TrainState:
+    def _compared(self, name: str, form: StateLayout, leaves: list[Any], made: Made, batch: PyTree) -> TrainState:
         """Shard each leaf when it is made, check that the parameters are equal on all ranks, and return the state."""
         runtime = self.runtime()
         compared = self.arguments(*form.trees(list(range(len(leaves)))))
@@ -147,11 +112,11 @@ class StateManager(ABC):
             if index in sums and isinstance(leaf, torch.Tensor):
                 sums[index] = runtime.checksum(leaf)
 
-        held = self._held(form, made, given, see)
+        held = self._held(form, made, given, self.programs.holding(form, leaves, batch), see)
         runtime.check_sums(name, paths, list(sums.values()))
         return TrainState(0, held, form, f", of the state that call {runtime.calls} made")
 
-    def load_full(self, params: PyTree, optimizer_state: PyTree, step: int | None) -> TrainState:
+    def load_full(self, params: PyTree, optimizer_state: PyTree, step: int | None, batch: PyTree) -> TrainState:
         """Create a state from full parameters and a full optimizer state."""
         register_dataclasses(params, optimizer_state)
         require_parameters(params, "train_step.load")
@@ -172,7 +137,7 @@ class StateManager(ABC):
         with disable_ambient_modes():
             require_values(params, optimizer_state)
             form, leaves = self.place(params, optimizer_state, fresh=False)
-            held = self._held(form, enumerate(leaves), given)
+            held = self._held(form, enumerate(leaves), given, self.programs.holding(form, leaves, batch))
         return TrainState(done, held, form, f", of the state that call {runtime.calls} made")
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -181,26 +146,29 @@ class StateManager(ABC):
         return params, self.optimizer.init(self._trained(params))
 
     def _held(
-        self, form: StateLayout, made: Made, given: set[int], see: Callable[[int, Any], None] = lambda *_: None
+        self,
+        form: StateLayout,
+        made: Made,
+        given: set[int],
+        program: PipelineProgram | None,
+        see: Callable[[int, Any], None] = lambda *_: None,
     ) -> tuple[Any, ...]:
-        """Return the handles of the leaves, in separate memory: copy leaves with storages in `given`; extend it."""
+        """Return the handles of the leaves, in separate memory: copy leaves with storages in `given`; extend it.
+
+        With the program of a pipeline, only ranks with stages that read a leaf get it.
+        """
         held: list[Any] = [None] * len(form.specs)
-        shard = self._sharding(form)
+        runtime = self.runtime()
+        numbers = list(accumulate(isinstance(look, TensorSignature) for look in form.looks))  # 1-based, of the tensors
         for index, leaf in made:
             see(index, leaf)
-            is_tensor = isinstance(leaf, torch.Tensor)
-            held[index] = copy_if_aliased(shard(index, detach_leaf(leaf)), given) if is_tensor else StaticLeaf(leaf)
+            if not isinstance(leaf, torch.Tensor):
+                held[index] = StaticLeaf(leaf)
+                continue
+            shard = runtime.shard if program is None else partial(runtime.shard_for, program, numbers[index] - 1)
+            held[index] = copy_if_aliased(shard(detach_leaf(leaf), form.specs[index]), given)
             del leaf  # release it before the next leaf is made
         return tuple(held)
-
-    def _sharding(self, form: StateLayout) -> Callable[[int, torch.Tensor], Any]:
-        """Return a function that shards a leaf. With a lowered pipeline, only ranks with stages that read it get it."""
-        runtime, program = self.runtime(), self._latest.get(form)
-        if not isinstance(program, PipelineProgram) or program.schedule.versions is not None:
-            return lambda index, leaf: runtime.shard(leaf, form.specs[index])
-        are_tensors = (isinstance(look, TensorSignature) for look in form.looks)
-        numbers = list(accumulate(are_tensors))  # 1-based indices of the tensors
-        return lambda index, leaf: runtime.shard_for(program, numbers[index] - 1, leaf, form.specs[index])
 
     def place(self, params: PyTree, optimizer_state: PyTree, *, fresh: bool = True) -> tuple[StateLayout, list[Any]]:
         """Return the layout of a state, and the leaves of parameters and packed state as full tensors.
@@ -248,10 +216,6 @@ class StateManager(ABC):
             params = each.trained(params)
         return params
 
-    def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
-        """Return the optimizer's part of a state, or of the replicas' states, and the leaves of each request."""
-        return split_state(state if self.replicas is None else state.optimizer, self.requests)
-
     def _stored(self, params: PyTree) -> PyTree:
         """Return the parameters that are stored, from those of `_trained`."""
         for each in self.requests:
@@ -261,19 +225,6 @@ class StateManager(ABC):
     def _with_requests(self, state: PyTree, params: PyTree, requests: Sequence[StateRequest]) -> PyTree:
         """Return a state with the leaves of these requests, and of no others; `params` are those of `_trained`."""
         return converted_state(state, requests, lambda each: each.init(params, self.f.layout))
-
-    def params(self, state: TrainState, *, ema: bool = False) -> PyTree:
-        """Return the full parameters of a state. Later steps do not change them. Every process must call it.
-
-        Args:
-            state: the state.
-            ema: whether to return the average of the parameters that `fp.optim.ema` computes.
-
-        Raises:
-            ValueError: with `ema`, if the optimizer is no `fp.optim.ema`, or if there are replicas.
-        """
-        params, held = self.whole(state)
-        return self.average(converted_state(held, (), lambda _: None)) if ema else params
 
     def average(self, state: PyTree) -> PyTree:
         """Return the average of the parameters in an optimizer state."""
@@ -288,36 +239,23 @@ class StateManager(ABC):
     def arguments(self, params: PyTree, state: PyTree) -> tuple[PyTree, ...]:
         """Return the arguments of a function of a state before the batch: parameters, and buffers if there are any."""
         return (
-            (params, *loss_arguments(self.requests, split_state(state, self.requests)[1])) if self.passed else (params,)
+            (params, *loss_arguments(self.requests, split_state(state, self.requests)[1]))
+            if self.programs.passed
+            else (params,)
         )
 
-    def buffers(self, state: TrainState) -> dict[str, Any]:
-        """Return the full buffers of a state. Later steps do not change them. Every process must call it."""
-        _, *more = self.arguments(*self.whole(state))
-        if not more:
-            raise ValueError("this step has no buffers: fp.train_step(…, buffers=buffers) keeps them in its states")
-        return dict(more[0])
-
     def copy(self, state: TrainState) -> TrainState:
-        """Copy a state into separate memory. Steps from the original do not donate the copy."""
         form = self.known_form(state)
-        held = (x if isinstance(x, StaticLeaf) else copy_if_aliased(x, storages(x)) for x in state.handles)
-        copied = TrainState(state.step, tuple(held), form, state.whose, state.recorded)
-        copied.watched, copied.counts = state.watched, state.counts
-        return copied
+        copy = TrainState(state.step, copied(state.handles), form, state.whose, state.recorded)
+        copy.watched, copy.counts = state.watched, state.counts
+        return copy
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Return the full parameters and optimizer state, to save a checkpoint. Every process must call it."""
         form, runtime = self.known_form(state), self.runtime_for(state)
         settle(self, state)
-        if self.batches.own:
+        if self.programs.batches.own:
             check_same_call(runtime, f"reads the state of step {state.step}")
-        leaves = [
-            handle.value
-            if isinstance(handle, StaticLeaf)
-            else copy_if_aliased(runtime.whole(handle, spec, state.whose), storages(handle))
-            for handle, spec in zip(state.handles, form.specs, strict=True)
-        ]
+        leaves = full_leaves(runtime, state.handles, form.specs, state.whose)
         params, state, added = self.full(form, leaves)
         rows = [(each, added[type(each).__name__]) for each in self.requests if type(each).__name__ in added]
         return params, with_leaves(state, *zip(*rows, strict=True)) if rows else state
@@ -359,11 +297,6 @@ class StateManager(ABC):
         return found if places.stacks is None else places.stacks.restack_all(found, join)
 
     def check(self, state: TrainState) -> None:
-        """Check that gradients have not overflowed at the lowest loss scale. A loop may call it every few steps.
-
-        Raises:
-            LossScaleError: if a step before this state overflowed at the lowest loss scale.
-        """
         form = self.known_form(state)
 
         def whole(index: int) -> torch.Tensor:
@@ -387,12 +320,7 @@ class StateManager(ABC):
     def runtime_for(self, state: TrainState) -> Runtime[Any, Any]:
         """Return the runtime of the step, after a check that it holds this state."""
         runtime = self.runtime()
-        handle = next((each for each in state.handles if not isinstance(each, StaticLeaf)), None)
-        if handle is not None and runtime_kind_of(handle) != runtime.holders:
-            raise ValueError(
-                f"this state, of step {state.step}, lies with {runtime_kind_of(handle)}, and {self.mesh!r} is "
-                f"{runtime.holders} by now: call torch.distributed.init_process_group before train.init or train.load"
-            )
+        require_holders(runtime, state.handles, f"this state, of step {state.step},", "train.init or train.load")
         return runtime
 
     def _own_form(self, form: StateLayout) -> StateLayout:

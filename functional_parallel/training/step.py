@@ -4,35 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
-import optree
 import torch
 
-from sharding_specs import Mesh, P
+from sharding_specs import Mesh
 
 from .. import random
-from ..checkpoint import tree_to_json
-from ..functions import LocalFunction, PyTree, SpecTree, explain_keywords
-from ..ir import leaf_signature, scalar_beside, with_short_tracebacks
-from ..lowering import ArgumentPaths, Lowered, lower
+from ..functions import PyTree, explain_keywords, layout_of
+from ..ir import with_short_tracebacks
+from ..lowering import Lowered
 from ..optim import Optimizer, counted_on_host, rates
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
-from ..requests import flat_update, loss_arguments
+from ..requests import flat_update
 from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_device
-from ..tracing import ProgramCache, disable_ambient_modes
-from .asynchronous import is_asynchronous, of_one_update
-from .batches import tensors_of
+from ..stateful import StaticLeaf, copied, tensors, tensors_of
+from ..tracing import disable_ambient_modes
+from .asynchronous import is_asynchronous
 from .finite import require_finite, require_finite_inputs
 from .kept_states import KeptStates
-from .local_step import LocalTrainStep, Metrics
+from .local_step import Metrics
 from .on_state import StateFunction
 from .options import StepOptions, require_arguments, with_buffers
-from .replicas import on_replicas
-from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
+from .state import StateLayout, TrainState, recorded_steps
+from .states import States
+from .step_programs import StepPrograms
 from .update import require_declared
 
 
@@ -114,14 +112,18 @@ class TrainStep(KeptStates):
     """Compiled training step; see `train_step`."""
 
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
-        super().__init__(f, optimizer, mesh, options)
+        if is_asynchronous(layout_of(f), mesh):  # its weights have versions
+            options = replace(options, donate=False)
+        self.programs = StepPrograms(f, optimizer, mesh, options)
+        super().__init__(States(self.programs))
+        self.f, self.optimizer, self.mesh, self.options = self.programs.f, optimizer, mesh, options
         if flat_update(self.f.layout):
             require_declared(optimizer)
-        if is_asynchronous(self.f.layout, mesh):  # its weights have versions
-            self.options = replace(options, donate=False)
-        self.program: Program | PipelineProgram | None = None
-        self._lowered: dict[tuple[StateLayout, bool], ProgramCache[Lowered]] = {}
-        self._warned: set[str] = set()  # parameters that are not trained
+
+    @property
+    def program(self) -> Program | PipelineProgram | None:
+        """The last program used or lowered; None before."""
+        return self.programs.compiled.program
 
     def __repr__(self) -> str:
         chosen = [
@@ -153,24 +155,21 @@ class TrainStep(KeptStates):
             NonFiniteError: for a loss or gradient norm that is not finite, on every rank in the same step.
             LossScaleError: if gradients overflow at the lowest loss scale.
         """
-        form, runtime = self.known_form(state), self.runtime_for(state)
-        batch = self.batches.by_place(batch, named)
+        form, runtime = self.states.known_form(state), self.states.runtime_for(state)
+        batches = self.programs.batches
+        batch = batches.by_place(batch, named)
         note_step(state.step)
-        self.batches.stay_in_step(runtime, f"takes step {state.step}", batch)
+        batches.stay_in_step(runtime, f"takes step {state.step}", batch)
         lowered = self._lower(form, state, moved_to(runtime.device, batch))
-        count = sum(not isinstance(handle, StaticLeaf) for handle in state.handles)
+        count = len(tensors(state.handles))
         lowered.require_layouts(tensors_of(batch), count)
-        extra, shown = self.batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
+        extra, shown = batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
         runtime.agree_on(lowered.program)
         held = state.give() if self.options.donate else state.handles
-        handles = [handle for handle in held if not isinstance(handle, StaticLeaf)]
-        counts = self._counts(state)
-        with state.used_by_a_step(held), disable_ambient_modes(), counted_on_host(counts):
-            results = runtime.run(lowered.program, [*handles, *extra], shown, state.whose)
-        whole = [
-            runtime.whole(x, spec) for x, spec in zip(results[count:], lowered.program.out_specs[count:], strict=True)
-        ]
-        _, metrics = lowered.unflatten([*results[:count], *whole])
+        run, counts = self.programs.compiled.run, self._counts(state)
+        with state.used(held), counted_on_host(counts):
+            results = run(runtime, lowered, [*tensors(held), *extra], shown, state.whose, staying=slice(count))
+        _, metrics = lowered.unflatten(results)
         metrics = metrics._replace(lr=rates(self.optimizer, metrics.lr))
         new = iter(results)
         kept = tuple(handle if isinstance(handle, StaticLeaf) else next(new) for handle in held)
@@ -179,7 +178,7 @@ class TrainStep(KeptStates):
         after = TrainState(state.step + 1, kept, form, state.whose, recorded)
         after.counts = None if counts is None else {name: count + 1 for name, count in counts.items()}
         if self.options.nonfinite == "error":
-            require_finite(self, state, after, metrics)
+            require_finite(self.states, state, after, metrics)
         return after, metrics
 
     def replay(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Origin | None:
@@ -211,19 +210,19 @@ class TrainStep(KeptStates):
         Raises:
             ValueError: if a parameter is not finite before the step, or the batch has a NaN.
         """
-        form, runtime = self.known_form(state), self.runtime_for(state)
-        batch = self.batches.by_place(batch, named)
-        self.batches.stay_in_step(runtime, f"replays step {state.step}", batch)
-        require_finite_inputs(self, state, batch)
+        form, runtime = self.states.known_form(state), self.states.runtime_for(state)
+        batches = self.programs.batches
+        batch = batches.by_place(batch, named)
+        batches.stay_in_step(runtime, f"replays step {state.step}", batch)
+        require_finite_inputs(self.states, state, batch)
         lowered = self._lower(form, state, moved_to(runtime.device, batch))
-        extra, _ = self.batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
-        held = [handle for handle in self.copy(state).handles if not isinstance(handle, StaticLeaf)]
+        extra, _ = batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
         with disable_ambient_modes():
-            return runtime.replay(lowered.program, [*held, *extra])
+            return runtime.replay(lowered.program, [*tensors(copied(state.handles)), *extra])
 
     def _counts(self, state: TrainState) -> dict[str, int] | None:
         """Return the update counts known on the host. None if a step may make no update or several."""
-        may_differ = any(each.may_skip for each in self.requests) or is_asynchronous(self.f.layout, self.mesh)
+        may_differ = any(each.may_skip for each in self.programs.requests) or self.programs.is_asynchronous
         return None if may_differ or state.counts is None else dict(state.counts)
 
     def _key(self, state: TrainState) -> list[torch.Tensor]:
@@ -257,13 +256,11 @@ class TrainStep(KeptStates):
             TypeError, ValueError: when called, if the argument is not a state, or if `f` has another layout of the
                 parameters.
         """
-        return StateFunction(self, f, batch, ema)
+        return StateFunction(self.states, f, batch, ema)
 
     def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Return every collective of the step: kind, axis, count, bytes, source line."""
-        if self.program is None:
-            raise ValueError("train_step has not run yet: take one step, or call train.lower(state, batch), first")
-        return self.program.explain(group=group, casts=casts)
+        return self.programs.compiled.explain(group, casts)
 
     @with_short_tracebacks
     def lower(self, state: TrainState | PyTree, *batch: PyTree, **named: PyTree) -> Program | PipelineProgram:
@@ -271,65 +268,14 @@ class TrainStep(KeptStates):
 
         Args:
             state: a state, or full parameters, which may be on the meta device. With parameters no state is created.
-                If a state is created from such parameters later, each pipeline rank holds only the leaves that its
-                own stages read. With replicas it is the program of a step that exchanges.
+                With replicas it is the program of a step that exchanges.
             batch, named: arguments of the loss after the parameters, by position or keyword.
         """
-        batch = self.batches.by_place(batch, named)
+        batch = self.programs.batches.by_place(batch, named)
         if isinstance(state, TrainState):
-            return self._lower(self.known_form(state), state, batch).program
-        form, leaves = self.place(*self.begun(state))
-        return self._lowered_for(form, batch, lambda: form.trees(leaves), self.replicas is not None).program
-
-    # --- the program ---
-
-    def lower_for(self, form: StateLayout, batch: tuple[PyTree, ...], held: tuple[PyTree, PyTree]) -> Any:
-        return self._lowered_for(form, batch, lambda: held, self.replicas is not None).program
+            return self._lower(self.states.known_form(state), state, batch).program
+        form, leaves = self.states.place(*self.states.begun(state))
+        return self.programs.lower(form, batch, lambda: form.trees(leaves)).program
 
     def _lower(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        exchanges = self.replicas is not None and (state.step + 1) % self.replicas.inner == 0
-        return self._lowered_for(form, batch, lambda: self.shapes(form, state), exchanges)
-
-    def _lowered_for(
-        self, form: StateLayout, batch: tuple[PyTree, ...], shapes: Callable[[], tuple[PyTree, PyTree]], exchanges: bool
-    ) -> Lowered:
-        leaves, tree = optree.tree_flatten(batch)
-        key = (tree, tuple(map(leaf_signature, leaves)))
-        programs = self._lowered.setdefault((form, exchanges), ProgramCache("train_step"))
-        lowered = programs.get(key, lambda: self._trace(form, shapes(), batch, exchanges))
-        self.program = self._latest[form] = lowered.program
-        return lowered
-
-    def _trace(
-        self, form: StateLayout, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], exchanges: bool
-    ) -> Lowered:
-        self.batch_signature = tree_to_json(batch, _signature)
-        (params, state), (_, state_specs) = held, form.trees(list(form.specs))
-        more = loss_arguments(self.requests, self.split(state)[1])
-        resolved = self.f.resolve((form.places.as_given(params), *more, *batch), self.mesh)
-        specs = resolved.arguments[1 + len(more) :]
-        batch = of_one_update(self.f.layout, self.mesh, self.batches.whole(batch, specs), specs)
-        key = scalar_beside(params, 0, torch.int64) if self.options.seed is not None else None
-        args = (held, batch, key)
-        layouts = resolved.around(args, (form.specs, specs, P() if key is not None else None))
-        has_norm = not is_asynchronous(self.f.layout, self.mesh)
-        local, paths = self._local(form, state_specs, has_norm, exchanges), ArgumentPaths(parameters="0/0", state="0")
-        return lower(local, self.mesh, args, layouts, name="train_step", options=self.options, paths=paths)
-
-    def _local(self, form: StateLayout, state_specs: SpecTree, has_norm: bool, exchanges: bool) -> LocalFunction:
-        """Return the step on a rank's shards."""
-        f = self.f if self.replicas is None else self.replicas.loss
-        step = LocalTrainStep(f, self.optimizer, self.options, has_norm and self.replicas is None, self._warned)
-        if self.replicas is None:
-            return step.on(form.places, state_specs)
-        places = form.places
-        specs = (places.kept, state_specs)
-        return on_replicas(self.replicas, self.f.layout, places, partial(step.on, places), specs, exchanges)
-
-
-def _signature(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        if leaf is None or isinstance(leaf, (bool, int, float, str)):
-            return leaf
-        raise TypeError("no JSON has it")
-    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
+        return self.programs.lower(form, batch, lambda: self.states.shapes(form, state), state.step)

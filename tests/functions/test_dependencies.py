@@ -44,7 +44,7 @@ def of(net: nn.Module) -> tuple[Callable[..., torch.Tensor], Any]:
 
 
 def programs(compiled: Any) -> int:
-    return sum(len(each) for each in compiled._lowered._found.values())
+    return sum(len(each) for each in compiled._programs._lowered[None]._found.values())
 
 
 class Other(Net):

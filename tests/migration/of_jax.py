@@ -91,6 +91,12 @@ ROWS = [
         "`fp.train_step` donates the state. `train.copy(state)` keeps it.",
     ),
     Row(
+        "jax.jit(lambda params, cache, x: (x, cache + 1), donate_argnums=1)",
+        "fp.compile(plan(lambda params, cache, x: (x, cache + 1)), mesh, state=1)",
+        lambda f: close(f(params, x, x)[1].full(), x + 1),
+        "The cache stays on the ranks as an `fp.Sharded`.",
+    ),
+    Row(
         'jax.lax.with_sharding_constraint(x, P("data"))',
         'lambda x: fp.constrain(x, P("data"))',
         constrained,

@@ -207,7 +207,7 @@ def test_stacked_layers_and_asynchronous_pipelines_have_masters() -> None:
         train = fp.train_step(deep, fp.optim.adamw(1e-4), Mesh(data=2, pipe=2), plan)
         state = train.init(params)
         stored = {
-            train.runtime_for(state).whole(h, s).dtype
+            train.states.runtime_for(state).whole(h, s).dtype
             for h, s in zip(state.handles[:8], state.form.specs, strict=False)
         }
         assert stored == {torch.bfloat16, torch.float32}

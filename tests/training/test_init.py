@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -189,11 +190,8 @@ def through(params: Params, x: Tensor) -> Tensor:
 def pipelined_on_a_rank(rank: int) -> tuple[int, Any]:
     plan = fp.pipeline("pipe", microbatches=2)
     train = fp.train_step(through, fp.optim.adamw(0.1), Mesh(pipe=2), plan)
-    with torch.device("meta"):
-        shapes = deep()
-    train.lower(shapes, torch.ones(4, 256))
     with torch.no_grad(), tracked() as tracker:
-        state = train.init(deep)
+        state = train.init(deep, batch=torch.empty(4, 256, device="meta"))
     torch.testing.assert_close(train.params(state), deep(), rtol=0, atol=0)
     return tracker.peak, train(state, torch.ones(4, 256))[1].loss
 
@@ -204,6 +202,42 @@ def test_a_pipeline_that_is_cut_holds_a_ranks_own_stages() -> None:
     for peak, loss in run_on_processes(pipelined_on_a_rank, 2):
         assert peak <= 3 * model / 2 + 3 * leaf  # stages need not have one number of layers
         torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("is_lowered", [False, True])
+def test_what_ranks_hold_does_not_depend_on_what_was_lowered(is_lowered: bool, tmp_path: Path) -> None:
+    """Of a first state, a loaded, a moved and a restored one: all leaves, or with a batch those of the stages."""
+
+    def step() -> Any:
+        train = fp.train_step(through, fp.optim.adamw(0.1), Mesh(pipe=2), fp.pipeline("pipe", microbatches=2))
+        if is_lowered:
+            train.lower(deep(), torch.ones(4, 256))
+        return train
+
+    train, x = step(), torch.empty(4, 256, device="meta")
+    first = train.init(deep(), batch=x)
+    train.lower(first, torch.ones(4, 256))  # the checkpoint has the shapes of the batch
+    train.save(first, tmp_path)
+    full = [step().init(deep()), step().load(*train.whole(first), 0), step().load(first), step().restore(tmp_path)]
+    assert [{handle.holders for handle in state.handles} for state in full] == [{None}] * 4
+    cut = [
+        first,
+        step().load(*train.whole(first), 0, batch=(x,)),
+        step().load(first, batch=x),
+        step().restore(tmp_path, batch=x),
+        step().restore(tmp_path, batch="saved"),
+    ]
+    for state in cut:
+        holders = [handle.holders for handle in state.handles]
+        assert set(holders) == {frozenset({0}), frozenset({1}), frozenset({0, 1})}  # the count of steps is on both
+        assert holders == [handle.holders for handle in first.handles]
+
+
+def test_a_checkpoint_without_a_batch_does_not_say_where_leaves_are(tmp_path: Path) -> None:
+    train = fp.train_step(through, fp.optim.sgd(0.1), Mesh(pipe=2), fp.pipeline("pipe", microbatches=2))
+    train.save(train.init(deep()), tmp_path)
+    with pytest.raises(fp.errors.CheckpointError, match=r"does not have the shapes of a batch.*batch=batch"):
+        train.restore(tmp_path, batch="saved")
 
 
 def different(rank: int, cases: list[str]) -> list[str]:

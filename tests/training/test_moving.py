@@ -64,7 +64,7 @@ def moved(pairs: list[tuple[str, str]]) -> list[bool]:
     for source, target in pairs:
         first, second = step_of(source), step_of(target)
         state, _ = first(first.init(parameters()), batch())
-        wanted, got = first.whole(state), second.load(state)
+        wanted, got = first.whole(state), second.load(state, batch=batch())
         same = optree.tree_leaves(optree.tree_map(torch.equal, wanted, second.whole(got)))
         _, metrics = second(got, batch())
         _, right = first(state, batch())
@@ -135,7 +135,7 @@ def elements(leaf: LeafLayout, mesh: Mesh, process: int) -> Tensor:
 def plan_between(source: str, target: str) -> MovePlan:
     first, second = step_of(source), step_of(target)
     state, _ = first(first.init(parameters()), batch())
-    held, wanted = HeldState(state, second), HeldState(second.load(state), first)
+    held, wanted = HeldState(state, second.states.runtime()), HeldState(second.load(state), first.states.runtime())
     names = {(leaf.kind, leaf.key): leaf for leaf in held.plan.leaves}
     pairs = tuple((leaf, names[leaf.kind, leaf.key]) for leaf in wanted.plan.leaves)
     return MovePlan(pairs, held.plan.mesh, wanted.plan.mesh)
@@ -180,12 +180,18 @@ def test_to_a_mesh_over_some_of_the_processes_and_back() -> None:
     first = step_of("zero 3")
     second = fp.train_step(loss, fp.optim.adamw(1e-2), PARTIAL, fp.zero(3, "data"))
     state, _ = first(first.init(parameters()), batch())
-    wanted, got = first.whole(state), second.load(state)
+    wanted, got = first.whole(state), second.load(state, batch=batch())
     back = first.load(got)
     for each in (second.whole(got), first.whole(back)):
         assert all(optree.tree_leaves(optree.tree_map(torch.equal, wanted, each)))
     plan = MovePlan(
-        tuple(zip(HeldState(got, first).plan.leaves, HeldState(state, second).plan.leaves, strict=True)),
+        tuple(
+            zip(
+                HeldState(got, first.states.runtime()).plan.leaves,
+                HeldState(state, second.states.runtime()).plan.leaves,
+                strict=True,
+            )
+        ),
         first.mesh,
         second.mesh,
     )

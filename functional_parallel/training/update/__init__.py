@@ -7,6 +7,5 @@ from .returned import require_same_structure
 from .step_layout import StepLayout, find_step_layout
 from .update_layout import (
     as_trained,
-    at_rest,
     global_norm,
 )

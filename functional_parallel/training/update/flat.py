@@ -22,9 +22,9 @@ from sharding_specs import Mesh, P, local_shape, shard_leaf, tree_paths, unshard
 from ...functions import PyTree, SpecTree
 from ...ir import hollow, is_trained
 from ...optim import Optimizer, is_declared_elementwise
+from ...stateful import at_rest
 from .elementwise import require_declaration_kept, require_elementwise, slice_mismatch, with_constants
 from .partitioned_update import update_shards
-from .update_layout import at_rest
 
 T = TypeVar("T")
 

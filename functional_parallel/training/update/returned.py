@@ -14,7 +14,7 @@ from sharding_specs import tree_paths
 
 from ...functions import PyTree
 from ...ir import leaf_signature
-from ..signatures import listed, structure_as_text
+from ...stateful import listed, structure_as_text
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 

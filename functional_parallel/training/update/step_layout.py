@@ -24,9 +24,9 @@ from ...requests import (
     split_state,
     with_leaves,
 )
+from ...stateful import at_rest
 from .elementwise import inner_slices, slice_mismatch, with_constants
 from .flat import FlatPacking, NoPacking
-from .update_layout import at_rest
 
 
 @dataclass(frozen=True)

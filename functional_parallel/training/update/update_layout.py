@@ -19,11 +19,6 @@ from ...ops import sum_of_squares
 T = TypeVar("T")
 
 
-def at_rest(spec: P) -> P:
-    """Return the storage layout of a parameter, between steps, from its compute layout."""
-    return spec.without(spec.reduced)
-
-
 def as_trained(param: T, trained: torch.Tensor) -> T | torch.Tensor:
     """Cast a stored parameter to the dtype in which it is trained."""
     return param.to(trained.dtype) if isinstance(param, torch.Tensor) and param.dtype != trained.dtype else param
