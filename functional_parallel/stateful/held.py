@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ from ..functions import PyTree
 from ..ir import Aval, hollow
 from ..runtime import Runtime, Where, copy_if_aliased, is_simulated, storages
 from .signatures import on_one_line
+
+Shards = dict[tuple[int, int], torch.Tensor]  # by index of the value and rank
 
 _MOST_OF_A_FAILURE = 200  # characters; the error itself was raised
 
@@ -119,10 +121,8 @@ def require_holders(runtime: Runtime[Any, Any], handles: Sequence[Any], what: st
         )
 
 
-def handle_of_shards(
-    runtime: Runtime[Any, Any], spec: P, aval: Aval, where: Where, index: int, shards: dict[tuple[int, int], torch.Tensor]
-) -> Any:
-    """Return the handle of a full tensor like this from its shards, by index and rank. Missing ones are added, empty."""
+def handle_of_shards(runtime: Runtime[Any, Any], spec: P, aval: Aval, where: Where, index: int, shards: Shards) -> Any:
+    """Return the handle of a full tensor like this from shards, by index and rank. Empty ones are added."""
 
     def shard(rank: int) -> torch.Tensor:
         if (index, rank) in shards:  # filled

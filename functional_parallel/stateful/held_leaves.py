@@ -43,7 +43,8 @@ def saved_shapes(checkpoint: Any) -> PyTree:
         return torch.empty(known[key].shape, dtype=known[key].dtype, device="meta")
 
     made = checkpoint.body["tree"]
-    return {key: leaf(key) for key in known} if made is None else tree_from_json(made, leaf)
+    left_out = {name.removeprefix("params/") for name in checkpoint.left_out}
+    return {key: leaf(key) for key in known} if made is None else tree_from_json(made, leaf, left_out)
 
 
 def leaf_layout(

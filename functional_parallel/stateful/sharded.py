@@ -28,7 +28,7 @@ from ..functions import PyTree, SpecTree, StackedTree
 from ..ir import Aval, without_memory
 from ..runtime import PipelineRuntime, Runtime, copy_if_aliased, default_runtime, device_of, storages
 from ..tracing import disable_ambient_modes
-from .held import Held, StaticLeaf, copied, handle_of_shards, full_leaves, hollow_on, require_holders
+from .held import Held, StaticLeaf, copied, full_leaves, handle_of_shards, hollow_on, require_holders
 from .held_leaves import HeldLeaves, leaf_layout, peers_of, saved_shapes
 from .signatures import listed
 

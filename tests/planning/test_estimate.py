@@ -12,7 +12,7 @@ import functional_parallel as fp
 from functional_parallel.errors import PipelineError
 from functional_parallel.ir import info
 from functional_parallel.planning.estimate import CONVENTIONS, Convention
-from functional_parallel.training.state import StaticLeaf
+from functional_parallel.stateful import StaticLeaf
 from sharding_specs import Mesh, P
 
 # ZeRO, arXiv 1910.02054, table 1: GB per device of stages 1, 2, 3; the paper prints as many digits.
