@@ -18,6 +18,7 @@ import functional_parallel as fp
 from sharding_specs import Mesh, P, SpecError
 
 from ..processes import run_on_processes
+from ..storages import STORAGES
 
 COLUMNS = {"w": P(None, "tensor")}
 PLANS: dict[str, tuple[Any, Mesh, Any]] = {  # plan, mesh, specs of the parameters at rest
@@ -154,6 +155,15 @@ def test_one_tree_as_parameters_and_as_state() -> None:
     assert torch.equal(state.full(), torch.full((3,), 2.0)) and torch.equal(tree.full(), torch.ones(3))
 
 
+def test_a_state_that_is_stored_in_another_form() -> None:
+    specs = (P(), P("data", form="negative"))
+    run = fp.compile(lambda p, s: (p, s + 1), Mesh(data=2), in_specs=specs, out_specs=specs, state=1)
+    state = torch.zeros(4)
+    for _ in range(3):
+        _, state = run(torch.ones(()), state)
+    assert torch.equal(state.full(), torch.full((4,), 3.0)) and torch.equal(state.handles[0][0], torch.full((2,), -3.0))
+
+
 ROWS = (P(), P("data"))
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "layout": (lambda p, s: (p.sum(), fp.psum(s, "data")), P(), r"1: P\('data'\), .*, in the result P\(\), shards of"),
@@ -198,8 +208,14 @@ SPECS = [P(), P("a"), P("b"), P(("a", "b")), P("b", "a"), P(None, "a")]
 
 
 @settings(max_examples=25, deadline=None)
-@given(held=st.sampled_from(SPECS), wanted=st.sampled_from(SPECS), meshes=st.permutations([2, 1, 4]))
-def test_relayout_is_the_identity_of_values(held: P, wanted: P, meshes: list[int]) -> None:
+@given(
+    held=st.sampled_from(SPECS),
+    wanted=st.sampled_from(SPECS),
+    meshes=st.permutations([2, 1, 4]),
+    stored=st.tuples(STORAGES, STORAGES),
+)
+def test_relayout_is_the_identity_of_values(held: P, wanted: P, meshes: list[int], stored: Any) -> None:
+    held, wanted = held.replace(storage=stored[0]), wanted.replace(storage=stored[1])
     tree = {"x": integers(8, 8, seed=0), "name": "constant", "b": [integers(8, 16, seed=1)]}
     first, second = Mesh(a=meshes[0], b=meshes[1]), Mesh(a=meshes[2], b=meshes[0])
     moved = fp.Sharded.of(tree, first, held).relayout(wanted, second)
