@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Role, Traced, collective_call, first_operand, info
+from ..ir import Role, Traced, collective_call, info, operands_of
 from .base import Phase, ProgramPass, Scope
 from .swap import commutes_with_sum, is_cast
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,20 @@ class EarlyReductions(ProgramPass):
             gradient, chain = _moved_on_the_way(node)
             if gradient.op == "get_attr":
                 continue
-            ready = first[-1] if gradient.op == "placeholder" else gradient
-            for each in reversed(chain):
-                ready.append(each)
+            for each in chain:
+                ready = max(operands_of(each))
+                (first[-1] if ready.op == "placeholder" else ready).append(each)
             if gradient.op == "placeholder":
                 first.append(node)
 
 
 def _moved_on_the_way(total: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Return the gradient that is summed, and the ops from it to its sum: casts, views and padding."""
+    """Return the last gradient that is summed, and the ops from it to its sum: casts, views, padding and additions."""
     chain = [total]
-    while commutes_with_sum(gradient := first_operand(chain[0])) or is_cast(gradient):
+    while _only_moves(gradient := max(operands_of(chain[0]))):
         chain.insert(0, gradient)
     return gradient, chain
+
+
+def _only_moves(node: fx.Node) -> bool:
+    return commutes_with_sum(node) or is_cast(node) or node.target is aten.add.Tensor

@@ -51,8 +51,16 @@ def lowered(stage: int, precision: str, schedule: str, stacked: bool, width: int
 
 
 def is_moved(node: fx.Node) -> bool:
-    """Whether an op only moves or casts a gradient; not if it adds to one."""
-    return len(operands_of(node)) == 1 and info(node).role is Role.GRADIENT
+    """Whether an op only moves or casts a gradient, or adds two whole ones; not if it computes one and adds it."""
+    products = node.target is torch.ops.aten.add.Tensor and not any(map(is_of_a_layer, operands_of(node)))
+    return (len(operands_of(node)) == 1 or products) and info(node).role is Role.GRADIENT
+
+
+def is_of_a_layer(node: fx.Node) -> bool:
+    """Whether a gradient of stacked layers is zero but for one layer, or the sum of such gradients."""
+    if node.target is torch.ops.aten.add.Tensor:
+        return any(map(is_of_a_layer, operands_of(node)))
+    return node.target is torch.ops.aten.select_backward.default
 
 
 def sums_of_gradients(program: Program) -> list[fx.Node]:
@@ -63,7 +71,7 @@ def sums_of_gradients(program: Program) -> list[fx.Node]:
 def test_a_gradient_is_summed_when_it_is_complete(
     stage: int, precision: str, schedule: str, stacked: bool, width: int
 ) -> None:
-    """Between the op that completes a gradient and its sum are only casts, views and padding of gradients."""
+    """Between the product that completes a gradient and its sum, gradients are only cast, moved, padded and added."""
     sums = 0
     for program in lowered(stage, precision, schedule, stacked, width):
         order = list(program.traced.graph.nodes)
@@ -71,7 +79,7 @@ def test_a_gradient_is_summed_when_it_is_complete(
         for total in sums_of_gradients(program):
             gradient = first_operand(total)
             while is_moved(gradient):
-                gradient = first_operand(gradient)
+                gradient = max(operands_of(gradient), key=number.__getitem__)
             between = order[number[gradient] + 1 : number[total]]
             late = [node for node in between if node.op == "call_function" and info(node).role is not Role.GRADIENT]
             assert not late, (total, late)
