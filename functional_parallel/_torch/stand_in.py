@@ -8,6 +8,7 @@ the device of results and refuses to mix devices.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -70,12 +71,33 @@ def _make_first_mode() -> None:
     thread.join()
 
 
+_IN_KEYS = {bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None)}
+
+# without the wrappers of torch that count calls and turn its compiler off, as for the method below
+_dispatch = inspect.unwrap(_FakeTensorMode.__torch_dispatch__)
+
+
 class FakeTensorMode(_FakeTensorMode):
     """Mode of fake tensors that may be on devices that this machine lacks."""
 
     def __init__(self, **options: Any) -> None:
         _make_first_mode()
         super().__init__(**options)
+
+    def _prep_args_for_hash(self, result: list[Any], args: Any, *more: Any) -> None:
+        """Write the operands of an op into the key of torch's cache of results.
+
+        torch's own method asks for more than a strided tensor has, and takes a tenth of the time of a trace.
+        """
+        for arg in args if type(args) is tuple else (args,):
+            is_plain = type(arg) is FakeTensor and arg.layout is torch.strided and arg.constant is None
+            if is_plain and self.is_our_fake(arg):
+                result += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device)
+                result += (arg.requires_grad, arg.is_conj(), arg.is_neg(), arg.is_inference(), arg.is_quantized)
+            elif type(arg) in _IN_KEYS:
+                result += (type(arg), arg)
+            else:
+                super()._prep_args_for_hash(result, arg if arg is args else (arg,), *more)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -84,9 +106,9 @@ class FakeTensorMode(_FakeTensorMode):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": device_for_trace(kwargs["device"])}
         if not _wished or _is_below():
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return _dispatch(self, func, types, args, kwargs)
         _below.mode = True
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return _dispatch(self, func, types, args, kwargs)
         finally:
             _below.mode = False

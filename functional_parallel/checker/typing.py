@@ -87,7 +87,8 @@ class Typing:
                 held = [_I if state is _U else state for state in held]
             states[axis] = self._union(node, axis, held)
             mixed |= any(state is not states[axis] for state in held)
-        update_info(node, implicit_cast=mixed and not casts_are_explicit())
+        if mixed and not casts_are_explicit():
+            update_info(node, implicit_cast=True)
         return _of_gradient(node, Type(states))
 
     def _primitive(self, call: CollectiveCall, node: fx.Node) -> Type:

@@ -35,7 +35,7 @@ from .call import COMMUNICATING, OWNED, STARTED, CollectiveCall, call_of
 from .communicator import Communicator, Lane
 from .dim_split import DimSplit
 from .guards import check_callable, check_op
-from .ops import primitive_of
+from .ops import fake_kernel, primitive_of
 from .primitives import apply_primitive, gradients_at_call, keeping_grad_mode
 from .torch_names import broadcast, gather, recv, reduce, scatter, send
 from .types import HOLDING, State, Type, dual, result_type

@@ -23,11 +23,17 @@ Target = Callable[..., Any] | str  # of a node in a graph
 
 _library = torch.library.Library("fp", "DEF")
 _names: dict[Target, str] = {}
+_fakes: dict[Target, Callable[..., Tensor]] = {}
 
 
 def primitive_of(op: Target) -> str | None:
     """Return the primitive of a library op, `"psum"` for `torch.ops.fp.psum.default`; None for other ops."""
     return _names.get(op)
+
+
+def fake_kernel(op: Target) -> Callable[..., Tensor] | None:
+    """Return the function that makes the result of a primitive without values; None for other ops."""
+    return _fakes.get(op)
 
 
 def _define(schema: str, fake: Callable[..., Tensor], kernel: Callable[..., Tensor] | None = None) -> None:
@@ -38,7 +44,8 @@ def _define(schema: str, fake: Callable[..., Tensor], kernel: Callable[..., Tens
     if name != "axis_index":
         _library.impl(name, _underivable(name), "Autograd", with_keyset=True)
         _library.impl(name, _unbatchable(name), "FuncTorchBatched")
-    _names[getattr(torch.ops.fp, name).default] = name
+    op = getattr(torch.ops.fp, name).default
+    _names[op], _fakes[op] = name, fake
 
 
 def _underivable(name: str) -> Callable[..., Tensor]:

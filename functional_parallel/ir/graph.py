@@ -100,7 +100,7 @@ def forget_rewrites(graph: fx.Graph) -> None:
     for node in graph.nodes:
         known = info(node)
         if known.forward_node is not None or known.replaced_by is not None or known.implicit_cast:
-            set_info(node, replace(known, forward_node=None, replaced_by=None, implicit_cast=False))
+            set_info(node, known._replace(forward_node=None, replaced_by=None, implicit_cast=False))
     _torch.forget_names(graph)
 
 
@@ -159,7 +159,8 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """Return the operands of an op, each once."""
-    return list(dict.fromkeys(tensor_operands(node)))
+    found: list[fx.Node] = node.all_input_nodes
+    return found
 
 
 def topological_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) -> Iterator[K]:

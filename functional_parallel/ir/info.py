@@ -5,9 +5,8 @@ The value is stored under one key of `node.meta`. Copies of a node share it, so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -28,8 +27,7 @@ class Role(Enum):
     NEW_PARAMETER = "new parameter"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
+class NodeInfo(NamedTuple):
     """Facts about a node."""
 
     val: Aval | tuple[Aval | None, ...] | None = None  # a tuple for an op with several results
@@ -113,4 +111,4 @@ def forget_info(node: fx.Node) -> None:
 
 def update_info(node: fx.Node, **changes: Any) -> None:
     """Change some facts about a node."""
-    node.meta[_KEY] = replace(info(node), **changes)
+    node.meta[_KEY] = info(node)._replace(**changes)

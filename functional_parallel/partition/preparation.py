@@ -124,7 +124,7 @@ def _scaled(traced: Traced, node: fx.Node, value: fx.Node, factor: fx.node.Argum
 
 
 def _call(traced: Traced, like: fx.Node, op: fx.node.Target, args: Args, aval: Aval | None = None) -> fx.Node:
-    return traced.call(op, args, info(like) if aval is None else replace(info(like), val=aval))
+    return traced.call(op, args, info(like) if aval is None else info(like)._replace(val=aval))
 
 
 def _fuse_cross_entropy(traced: Traced) -> None:

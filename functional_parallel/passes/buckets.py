@@ -207,7 +207,7 @@ class _Bucket:
         if length < aval.numel:
             sent = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), group[0], own)
         for each in following:
-            sent = traced.emit(replace(the_call(each), operand=sent), replace(info(each), val=own))
+            sent = traced.emit(replace(the_call(each), operand=sent), info(each)._replace(val=own))
         return sent, offset
 
     def _collective(self, traced: Traced, call: CollectiveCall, ranks: int) -> fx.Node:
@@ -220,7 +220,7 @@ class _Bucket:
         packed = _write(traced, PACK, (values, parts, dims), values[0], replace(aval, shape=(total,)))
         size = {"psum": total, "psum_scatter": total // ranks, "all_gather": total * ranks}[call.kind]
         paths = dict.fromkeys(path for member in self.members for path in info(member).parameters)
-        known = replace(info(first), val=replace(aval, shape=(size,)), parameters=tuple(paths))
+        known = info(first)._replace(val=replace(aval, shape=(size,)), parameters=tuple(paths))
         return traced.emit(_of_bucket(call, packed), known)
 
 
@@ -236,4 +236,4 @@ def _part(
 
 
 def _write(traced: Traced, target: fx.node.Target, args: Args, like: fx.Node, val: Aval) -> fx.Node:
-    return traced.call(target, args, replace(info(like), val=val))
+    return traced.call(target, args, info(like)._replace(val=val))

@@ -32,16 +32,17 @@ class CastBeforeGather(ProgramPass):
         for node in reversed(list(traced.nodes)):  # of two gathers in a row the later one first
             if primitive_name(node) != "all_gather" or info(node).aval.dtype.itemsize <= self.dtype.itemsize:
                 continue
-            uses = [user for each in _views(node) for user in each.users if not is_view(user)]
+            views = _views(node)
+            uses = [user for each in views for user in each.users if not is_view(user)]
             narrowing = [use for use in uses if is_cast(use) and info(use).aval.dtype == self.dtype]
-            if uses and len(narrowing) == len(uses) and not any(output in _views(node) for output in traced.outputs):
+            if uses and len(narrowing) == len(uses) and not any(output in views for output in traced.outputs):
                 self._swap(traced, node, narrowing)
 
     def _swap(self, traced: Traced, gather: fx.Node, casts: list[fx.Node]) -> None:
         operand = first_operand(gather)
         with traced.graph.inserting_before(gather):
             aval = replace(info(operand).aval, dtype=self.dtype)
-            known = replace(info(casts[0]), type=info(operand).type, val=aval)
+            known = info(casts[0])._replace(type=info(operand).type, val=aval)
             moved = traced.call(aten._to_copy.default, (operand,), known, {"dtype": self.dtype})
         for node in _views(gather):
             update_info(node, val=replace(info(node).aval, dtype=self.dtype))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
@@ -100,7 +100,7 @@ def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
     held = [update.args[kind] for kind in (0, 2, 3) for update in updates]
     gradients = [update.args[1] for update in updates]
     with traced.graph.inserting_before(before):
-        known = replace(info(first), val=tuple(info(value).aval for value in held))
+        known = info(first)._replace(val=tuple(info(value).aval for value in held))
         merged = traced.call(ADAMW_IN_PLACE, (held, gradients, *first.args[4:]), known)
         new: dict[fx.Node, fx.Node] = {}
         for index, update in enumerate(updates):

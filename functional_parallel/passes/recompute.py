@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 from torch import fx
@@ -30,7 +29,7 @@ def insert_recompute(
             with traced.graph.inserting_before(node):
                 taken = {a: copies.get(a, instead.get((needed, a), a)) for a in operands_of(needed)}
                 copy = copies[needed] = traced.graph.node_copy(needed, taken.__getitem__)
-            set_info(copy, replace(info(needed), backward=True, recomputed=True, forward_node=needed))
+            set_info(copy, info(needed)._replace(backward=True, recomputed=True, forward_node=needed))
         for operand in operands_of(node):
             if operand in copies:
                 node.replace_input_with(operand, copies[operand])

@@ -150,5 +150,5 @@ def _source_of_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
 
 
 def _to(traced: Traced, value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    known = replace(info(like), type=info(value).type, val=replace(info(value).aval, dtype=dtype))
+    known = info(like)._replace(type=info(value).type, val=replace(info(value).aval, dtype=dtype))
     return traced.call(aten._to_copy.default, (value,), known, {"dtype": dtype})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, fx
@@ -79,7 +79,7 @@ def restore(
 ) -> None:
     """Let ops read a value that is unpacked before the first of them."""
     with traced.graph.inserting_before(readers[0]):
-        known = replace(info(value), backward=True, recomputed=True)
+        known = info(value)._replace(backward=True, recomputed=True)
         (restored,) = call_inline(traced, lambda *stored: [unpack(*stored)], parts, mesh, known)
     for reader in readers:
         reader.replace_input_with(value, restored)
@@ -95,6 +95,6 @@ def call_inline(
     values = dict(zip(body.inputs, operands, strict=True))
     for node in body.nodes:
         values[node] = traced.graph.node_copy(node, values.__getitem__)
-        made = replace(info(node), source=like.source, forward_node=like.forward_node)
-        set_info(values[node], replace(made, backward=like.backward, recomputed=like.recomputed))
+        made = info(node)._replace(source=like.source, forward_node=like.forward_node)
+        set_info(values[node], made._replace(backward=like.backward, recomputed=like.recomputed))
     return [values[output] for output in body.outputs]

@@ -111,7 +111,7 @@ class _Fold:
 
     def _write(self, like: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         with self.traced.graph.inserting_before(like):
-            known = replace(info(like), val=replace(info(like).aval, shape=info(like).aval.shape[1:]))
+            known = info(like)._replace(val=replace(info(like).aval, shape=info(like).aval.shape[1:]))
             return self.traced.call(like.target, args, known, dict(like.kwargs))
 
     def _written_zero(self, node: fx.Node) -> fx.Node:

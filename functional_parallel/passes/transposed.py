@@ -88,4 +88,4 @@ def _turned(traced: Traced, node: fx.Node) -> fx.Node:
     if node.op == "call_function" and _turns(node):
         return node.args[0]
     aval = replace(info(node).aval, shape=info(node).aval.shape[::-1])
-    return traced.call(aten.t.default, (node,), replace(info(node), val=aval, backward=True))
+    return traced.call(aten.t.default, (node,), info(node)._replace(val=aval, backward=True))

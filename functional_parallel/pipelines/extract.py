@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -121,9 +121,9 @@ class Extractor:
 
     def with_info_of(self, value: fx.Node, new: fx.Node) -> fx.Node:
         """Record for a node outside the full graph the facts about a value that are valid there. Return the node."""
-        kept = replace(info(value), forward_node=None, donated=False, updated_output=None)
+        kept = info(value)._replace(forward_node=None, donated=False, updated_output=None)
         if kept.type is not None:
             here = Type({axis: state for axis, state in kept.type.items() if axis != self.hidden})
-            kept = replace(kept, type=self._types.setdefault(here, here))
+            kept = kept._replace(type=self._types.setdefault(here, here))
         set_info(new, kept)
         return new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 
 import torch
 from torch import fx
@@ -26,14 +27,18 @@ def shares_memory(node: fx.Node) -> bool:
 def view_base(node: fx.Node) -> fx.Node | None:
     if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE or node.target is operator.getitem:
         return first_operand(node)
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not any(result.alias_info is not None for result in schema.returns):
+    position = _viewed_argument(node.target)
+    base = node.args[position] if position is not None and position < len(node.args) else None
+    return base if isinstance(base, fx.Node) else None  # autograd calls conj with a number
+
+
+@cache
+def _viewed_argument(op: fx.node.Target) -> int | None:
+    schema = getattr(op, "_schema", None)
+    if schema is None or all(result.alias_info is None for result in schema.returns):
         return None
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and not argument.alias_info.is_write:
-            base = node.args[position] if position < len(node.args) else None
-            return base if isinstance(base, fx.Node) else None  # autograd calls conj with a number
-    return None
+    aliased = [each.alias_info for each in schema.arguments]
+    return next((at for at, alias in enumerate(aliased) if alias is not None and not alias.is_write), None)
 
 
 def mutated_operands(node: fx.Node) -> list[fx.Node]:

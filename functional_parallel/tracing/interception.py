@@ -90,7 +90,7 @@ class Interception(TorchFunctionMode):
             result = self._replaced(_always[func], func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        if self.forward_only:
+        if self.forward_only and (func in _in_forwards or func in _in_derivatives):
             others = _in_derivatives if _torch.differentiating_level() else _in_forwards
             if func in others:
                 return self._replaced(others[func], func, args, kwargs)

@@ -10,7 +10,6 @@ changes values and keeps the history of each tensor. The new values therefore ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import permutations
 
 import optree
@@ -191,7 +190,7 @@ def _with_history(recording: Writer, old: fx.Node, new: fx.Node) -> fx.Node:
     """Return the new values, with the gradient of the old ones if a gradient may be taken."""
     if not _loses_history(old, new):
         return new
-    return recording.create(STRAIGHT_THROUGH, (old, new), {}, replace(info(new), no_grad=False))
+    return recording.create(STRAIGHT_THROUGH, (old, new), {}, info(new)._replace(no_grad=False))
 
 
 def _loses_history(old: fx.Node, new: fx.Node) -> bool:

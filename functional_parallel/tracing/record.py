@@ -26,7 +26,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from ..collectives import check_op, gradients_at_call, trace_only
+from ..collectives import check_op, fake_kernel, gradients_at_call, trace_only
 from ..errors import CustomFunctionError, TracingError
 from ..ir import (
     VIEWS,
@@ -55,6 +55,7 @@ from .writer import Writer
 aten = torch.ops.aten
 
 _PACKAGE = __name__.split(".")[0]
+_DEVICE = torch.ops.prim.device.default
 
 
 def trace(
@@ -172,6 +173,8 @@ class Recorder(Writer):
         kwargs: Kwargs | None = None,
     ) -> Argument:
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):  # half of all calls, by autograd
+            return _torch.FakeTensor.__torch_dispatch__(func, types, args)
         if not isinstance(func, torch._ops.OpOverload):
             return unrolled(self, func, args, kwargs)
         check_op(func)
@@ -204,7 +207,7 @@ class Recorder(Writer):
             return result
         _refuse_decisions(self, func, args)
         try:
-            result = func(*args, **kwargs)
+            result = (fake_kernel(func) or func)(*args, **kwargs)  # torch takes three times as long to find the first
         except RuntimeError:
             require_one_device(self, func, args, kwargs)
             raise

@@ -8,7 +8,7 @@ not needed in the end, and are dropped with the other dead code of the trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -84,7 +84,7 @@ class ViewChains:
             return part
         first, *rest = views
         inner = self.written(self.taken(root, [first]), rest, part, known)
-        known = replace(known, val=first.source)
+        known = known._replace(val=first.source)
         if inner is None:
             return None
         if first.op in _SCATTERS:

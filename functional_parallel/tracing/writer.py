@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -200,7 +199,7 @@ class Writer(_torch.TorchDispatchMode):
         for index, part in enumerate(result):
             if isinstance(part, torch.Tensor):
                 item = self.traced.graph.call_function(operator.getitem, (node, index))
-                set_info(item, replace(info(node), val=aval_of(part)))
+                set_info(item, info(node)._replace(val=aval_of(part)))
                 self._announce(item)
                 self.bind(part, item)
 

@@ -51,6 +51,43 @@ def test_gradients_on_the_stand_in(gradient: Callable[..., Any]) -> None:
         assert found.device == torch.device("cuda", 0)
 
 
+def _looks(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj()
+
+
+def test_results_are_found_by_all_that_they_depend_on() -> None:
+    """Operands that differ in one property, in one mode with torch's cache of results: each result is its own."""
+    made: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.empty(4, 6),
+        lambda: torch.empty(6, 4).t(),
+        lambda: torch.empty(4, 12)[:, 6:],
+        lambda: torch.empty(4, 6, dtype=torch.float64),
+        lambda: torch.empty(4, 6, dtype=torch.int64),
+        lambda: torch.empty(4, 6, dtype=torch.complex64),
+        lambda: torch.empty(4, 6, dtype=torch.complex64).conj(),
+        lambda: torch.empty(4, 6, device="cuda" if torch.cuda.is_available() else "meta"),
+        lambda: torch.empty(4, 6).requires_grad_(),
+    ]
+    ops: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x + 1,
+        lambda x: x + 1.5,
+        lambda x: x * True,
+        lambda x: x[1:],
+        lambda x: torch.cat([x, x]),
+        lambda x: x.clone(),
+        lambda x: x.to(torch.float64),
+        lambda x: torch.ops.aten.sum.dim_IntList(x, [0]),
+        lambda x: torch.ops.aten.sum.dim_IntList(x, [1]),
+    ]
+    for cached, mode in zip((True, False), (_torch.FakeTensorMode(), _torch.FakeTensorMode()), strict=True):
+        mode.cache_enabled = cached
+        with mode:
+            found = [[_looks(op(make())) for make in made] for op in ops for _ in range(2)]
+        if cached:
+            own = found
+    assert own == found
+
+
 @missing
 def test_two_devices_are_refused() -> None:
     with _torch.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="device"):

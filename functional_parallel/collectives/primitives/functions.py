@@ -8,6 +8,7 @@ and one that is equal on all ranks loses the mapped dim.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -74,6 +75,8 @@ def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor
                 return results[0], None
             return torch.stack(results), 0
 
+    # torch asks for it at every call, and would build it anew
+    Primitive.forward.__signature__ = inspect.signature(Primitive.forward)  # type: ignore[attr-defined]
     named = type(operation.title().replace("_", ""), (Primitive,), {})  # autograd's graph shows the name
     assert issubclass(named, Primitive)
     APPLY[operation] = named.apply

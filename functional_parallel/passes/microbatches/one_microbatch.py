@@ -11,7 +11,7 @@ the update, at results, and where a value of the microbatch is combined with a v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
@@ -82,7 +82,7 @@ class _Ends:
     def _sum(self, value: fx.Node) -> fx.Node:
         if value not in self.sums:
             with self.traced.graph.inserting_after(value):
-                known = replace(info(value), type=info(value).typed.having([self.axis], State.INVARIANT))
+                known = info(value)._replace(type=info(value).typed.having([self.axis], State.INVARIANT))
                 self.sums[value] = self.traced.emit(CollectiveCall("psum", value, (self.axis,), src="varying"), known)
         return self.sums[value]
 

@@ -11,7 +11,7 @@ that do not depend on the microbatch are computed once.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -187,7 +187,7 @@ class _Unroll:
         if combine is None:
             return
         value = self.own[microbatch][first_operand(node)]
-        known = replace(info(node), val=info(value).val)
+        known = info(node)._replace(val=info(value).val)
         self.once[node] = value if microbatch == 0 else self.result.call(combine, (self.once[node], value), known)
 
     def _close(self, node: fx.Node) -> None:
@@ -226,7 +226,7 @@ class _Unroll:
             self._provide(output, number)
         parts = [self._own_part(own[output], dim, number, info(output)) for number, own in enumerate(self.own)]
         return self.result.call(
-            aten.cat.default, (parts, dim), replace(info(output), val=with_global_size(aval, dim, self.parts))
+            aten.cat.default, (parts, dim), info(output)._replace(val=with_global_size(aval, dim, self.parts))
         )
 
     def _own_part(self, value: fx.Node, dim: int, microbatch: int, known: NodeInfo) -> fx.Node:
@@ -234,7 +234,7 @@ class _Unroll:
         begin, end = self.parts.own(microbatch, known.aval.shape[dim])
         if begin == 0:
             return value
-        known = replace(known, val=with_dim_size(known.aval, dim, end - begin))
+        known = known._replace(val=with_dim_size(known.aval, dim, end - begin))
         return self.result.call(aten.slice.Tensor, (value, dim, begin, end), known)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -237,7 +237,7 @@ class _RegionBuilder:
         self.calls.append(region)
         call = self.graph.call_function(region, tuple(self.new[each] for each in operands))
         source = source_of(ops[0])
-        set_info(call, replace(info(ops[0]), val=tuple(info(each).aval for each in results), source=source))
+        set_info(call, info(ops[0])._replace(val=tuple(info(each).aval for each in results), source=source))
         self.done_by.update(dict.fromkeys(ops, call))
         for index, node in enumerate(results):
             value = self.graph.call_function(operator.getitem, (call, index))
