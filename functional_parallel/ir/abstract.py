@@ -90,5 +90,4 @@ def is_abstract(leaf: Tree) -> bool:
 
 @cache
 def _mode() -> _torch.FakeTensorMode:
-    """Return the mode of all tensors from `abstract`."""
     return _torch.FakeTensorMode(allow_non_fake_inputs=True)

@@ -25,7 +25,6 @@ from .stand_ins import differentiable_form, origin_of
 
 
 def eval_node(target: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argument:
-    """Run one op of a graph on actual values."""
     function = differentiable_form(target)
     if function is not None:
         result = function(*args, **kwargs)
@@ -43,7 +42,6 @@ def eval_node(target: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argumen
 
 
 def _refuse_derivative(op: _torch.Op, args: Args, kwargs: Kwargs) -> None:
-    """Refuse an op that would lose the gradient of its operands."""
     operands = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise CustomFunctionError(

@@ -30,8 +30,6 @@ Kwargs: TypeAlias = dict[str, Argument]
 
 @dataclass
 class Traced:
-    """Traced function from flat tensors to flat values."""
-
     graph: fx.Graph
     inputs: list[fx.Node] = field(default_factory=list)  # placeholders of the arguments
     outputs: list[Any] = field(default_factory=list)  # nodes, or Python values that are returned unchanged
@@ -73,7 +71,6 @@ class Traced:
         return node
 
     def emit(self, call: CollectiveCall, known: NodeInfo) -> fx.Node:
-        """Add a collective at the insertion point of the graph, with the facts about it."""
         return self.call(call.target, call.args, known, call.kwargs)
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:
@@ -118,14 +115,12 @@ def collective_call(node: fx.Node, *kinds: str) -> CollectiveCall | None:
 
 
 def the_call(node: fx.Node) -> CollectiveCall:
-    """Return the call of a node that is known to be a primitive."""
     call = collective_call(node)
     assert call is not None, f"{node.target} is not a collective"
     return call
 
 
 def change_call(node: fx.Node, **changes: Any) -> None:
-    """Change arguments of a collective in place."""
     call = replace(the_call(node), **changes)
     node.args, node.kwargs = call.args, call.kwargs
 
@@ -158,7 +153,6 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of an op, each once."""
     found: list[fx.Node] = node.all_input_nodes
     return found
 
@@ -221,7 +215,6 @@ def argument(node: fx.Node, name: str) -> Argument:
 
 @lru_cache(maxsize=4096)
 def _parameters(op: _torch.Op) -> dict[str, tuple[int, Argument]]:
-    """Return position and default of each argument of an op."""
     return {each.name: (index, each.default_value) for index, each in enumerate(op._schema.arguments)}
 
 

@@ -28,8 +28,6 @@ class Role(Enum):
 
 
 class NodeInfo(NamedTuple):
-    """Facts about a node."""
-
     val: Aval | tuple[Aval | None, ...] | None = None  # a tuple for an op with several results
     source: Source | None = None  # line of the user's code that computes it
     type: Type | None = None  # state along each mesh axis
@@ -94,13 +92,11 @@ _NOTHING = NodeInfo()
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """Return the facts about a node."""
     found: NodeInfo = node.meta.get(_KEY, _NOTHING)
     return found
 
 
 def set_info(node: fx.Node, value: NodeInfo) -> None:
-    """Replace all facts about a node."""
     node.meta[_KEY] = value
 
 
@@ -110,5 +106,4 @@ def forget_info(node: fx.Node) -> None:
 
 
 def update_info(node: fx.Node, **changes: Any) -> None:
-    """Change some facts about a node."""
     node.meta[_KEY] = info(node)._replace(**changes)

@@ -30,7 +30,6 @@ class OutOfPlace(NamedTuple):
     written: tuple[str, ...]
 
     def targets(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the written tensors of a call, from its arguments by name. An optional tensor may be missing."""
         found: list[torch.Tensor] = optree.tree_leaves([given.get(name) for name in self.written])
         return found
 
@@ -51,7 +50,6 @@ class OutOfPlace(NamedTuple):
 
 
 def declares_writes(op: Any) -> bool:
-    """Whether an op is a custom op that writes into an argument."""
     is_op = isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
     return is_op and op.namespace not in ("aten", "prims")
 
@@ -129,8 +127,6 @@ def _kernel(op: _torch.Op, written: tuple[str, ...]) -> Callable[..., list[torch
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """Call of a form that raises where a derivative would pass through it."""
-
     @staticmethod
     def forward(call: Callable[..., list[torch.Tensor]], op: _torch.Op, *tensors: torch.Tensor) -> Any:
         return tuple(call(*tensors))

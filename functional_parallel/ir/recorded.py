@@ -26,7 +26,6 @@ def recording(fills: list[Fill]) -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Whether kernels are recorded."""
     return _fills.get() is not None
 
 

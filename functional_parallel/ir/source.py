@@ -58,8 +58,6 @@ class Source:
 
 @dataclass
 class _Around:
-    """Context of the code that a thread runs."""
-
     inherited: list[Source | None] = field(default_factory=list)  # lines that override the stack, innermost last
     regions: list[str | None] = field(default_factory=list)  # names of the regions that contain the code
     stages: list[int] = field(default_factory=lambda: [0])  # boundaries passed, per function that is being traced

@@ -36,7 +36,6 @@ def register_differentiable(op: Target, function: Callable[..., Any]) -> None:
 
 
 def differentiable_form(op: Target) -> Callable[..., Any] | None:
-    """Return the differentiable form of an op, or None if it has none registered."""
     return _functions.get(origin_of(op)) or _functions.get(op)
 
 

@@ -85,7 +85,6 @@ def _comment(node: fx.Node) -> str:
 
 
 def _beside(lines: list[tuple[str, str]]) -> list[str]:
-    """Align the comments in one column, except on lines that are too long for it."""
     column = max((len(line) for line, comment in lines if comment and len(line) <= _COLUMN), default=0)
     return [f"{line:<{column}}  {comment}".rstrip() for line, comment in lines]
 

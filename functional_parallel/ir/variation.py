@@ -15,7 +15,6 @@ _EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather", "broadcast", 
 
 
 def varied_axes(node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
-    """Return the axes along which the result of an op varies."""
     union: AxisSet = frozenset().union(*operands)
     if (call := collective_call(node)) is None or call.kind == "pcast":
         return union
@@ -23,7 +22,6 @@ def varied_axes(node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
 
 
 def axes_of_nodes(traced: Traced, inputs: Mapping[fx.Node, AxisSet]) -> dict[fx.Node, AxisSet]:
-    """Return the axes along which each value of a graph varies, given the axes of its inputs."""
     found = dict(inputs)
     for node in traced.nodes:
         found[node] = varied_axes(node, (found.get(operand, frozenset()) for operand in operands_of(node)))

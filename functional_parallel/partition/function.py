@@ -113,7 +113,6 @@ class Partitioning:
     lies: tuple[str, str] | None = None  # how parameters and other arguments lie, for messages
 
     def apply(self, f: Callable[..., PyTree]) -> LocalFunction:
-        """Partition a function."""
         inner = as_local_function(f)
         if self.axis in inner.layout.axes:
             raise PartitionError(f"{inner} is local to {self.axis!r} already; each axis is taken by one transform")
@@ -125,7 +124,6 @@ class Partitioning:
         return inner.then(call, describe=self.name, lies=self.lies, axis=self.axis, resolver=resolve)
 
     def resolve(self, inner: Resolved, axes: Sequence[str]) -> Resolved:
-        """Return the layouts of the partitioned function, from those of the function, which is local to `axes`."""
         mesh_axis_size(self.axis)  # raises for an axis that is not bound
         trees = specs_per_leaf(self.in_specs(inner), inner.args, f"specs of {self.name}")
         refuse_unknown_axes(trees, self.name, {self.axis})
@@ -147,8 +145,6 @@ class _Entry:
 
 
 class _Partition:
-    """Partitioned function with its traces, one per signature."""
-
     def __init__(self, f: LocalFunction, how: Partitioning) -> None:
         self.f, self.axis, self.how = f, how.axis, how
         self.entries: dict[Any, _Entry] = {}
@@ -203,7 +199,6 @@ class _Partition:
         return x
 
     def _split(self, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout]) -> DimSplit:
-        """Return the split of the batch over the ranks, which may be uneven. All arguments are split in proportion."""
         ranks = axis_dim_split(self.axis).ranks
         lengths = {
             path: leaf.shape[place.dim] // place.outer
@@ -225,7 +220,6 @@ class _Partition:
     def _scatter(
         self, leaves: list[Any], places: list[AxisLayout], owner: Owned, cut: DimSplit
     ) -> tuple[list[Any], list[AxisLayout]]:
-        """Scatter the owner's arguments that are sharded. The others stay on it until an op needs them elsewhere."""
         parts = [
             convert(leaf, owner, place, self.axis, cut)
             if isinstance(leaf, torch.Tensor) and isinstance(place, Shard)
@@ -318,7 +312,6 @@ def _global_aval(leaf: torch.Tensor, place: AxisLayout, cut: DimSplit) -> Aval:
 
 
 def _with_place(spec: P, place: AxisLayout, axis: str, mesh: Mesh, padded: Mapping[int, int] | None = None) -> P:
-    """Return the spec of a value with `spec` from inner transforms and layout `place` along `axis`."""
     if isinstance(place, Owned):
         return spec.replace(owner={**spec.owner, axis: place.rank})
     if not isinstance(place, Shard):

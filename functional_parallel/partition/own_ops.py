@@ -51,7 +51,6 @@ rule([ops.axis_index.default], Rule(decide=lambda step: OpSharding((), (REPLICAT
 
 
 def _decide_constraint(step: OpContext) -> OpSharding:
-    """Return the layout that a constraint requires on this axis. If it does not name the axis, nothing changes."""
     place = step.operands[0].place
     for axis, dim, outer in zip(*step.node.args[1:4], strict=True):
         if axis == step.axis:

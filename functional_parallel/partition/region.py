@@ -66,7 +66,6 @@ class Border:
     type: Type
 
     def whole(self, hidden: Sequence[str]) -> Aval:
-        """Return the shape outside the region, which is global along the axes that are still hidden."""
         shape = list(self.aval.shape)
         for dim, axes in enumerate(self.spec.dim_axes()):
             shape[dim] *= math.prod(mesh_axis_size(axis) for axis in axes if axis in hidden)
@@ -104,13 +103,10 @@ class Region:
         return replace(self, operands=tuple(operands), results=tuple(results), derivatives=derivatives, known={})
 
     def having(self, axis: str, operands: Sequence[State], results: Sequence[State]) -> Region:
-        """Return the region with other states of its operands and results along an axis."""
         own, out = _in_states(self.operands, axis, operands), _in_states(self.results, axis, results)
         return replace(self, operands=own, results=out, known={})
 
     def typed(self, call: Source | None) -> Traced:
-        """Return the body with the types that follow from those of its operands."""
-
         def body(*values: Tensor) -> Sequence[Tensor]:
             active = recorder()
             assert active is not None
@@ -183,7 +179,6 @@ def _taken(border: Border, held: AxisLayout, axis: str, region: Region) -> AxisL
 
 
 def _is_free(border: Border, place: Shard) -> bool:
-    """Whether a layout is along a dim that no axis of the specs splits."""
     return place.dim >= len(border.spec.dims) or not border.spec.dims[place.dim]
 
 
@@ -230,7 +225,6 @@ def peel(
 
 
 def _entered(region: Region, places: Sequence[AxisLayout], axis: str) -> Region:
-    """Return the region to whose body an axis of its specs is visible."""
     entered = replace(region, hidden=tuple(each for each in region.hidden if each != axis))
     held = [_STATES[type(place)] for place in places]
     return entered.having(axis, held, [border.type[axis] for border in region.results])
@@ -239,7 +233,6 @@ def _entered(region: Region, places: Sequence[AxisLayout], axis: str) -> Region:
 def _partitioned(
     region: Region, places: Sequence[AxisLayout], axis: str, cut: DimSplit, run: PartitionBody
 ) -> tuple[Region, list[AxisLayout]]:
-    """Return the region whose body is local along another axis, and the layouts of its results."""
     found: list[AxisLayout] = []
 
     def local(*values: Tensor) -> list[Tensor]:
@@ -271,7 +264,6 @@ def _global_body(region: Region, axis: str) -> Traced:
 
 
 def region_node(xs: Sequence[Tensor], region: Region) -> list[Tensor]:
-    """Apply a region. It is the target of its node, and its differentiable form."""
     with keeping_grad_mode():
         return list(_Apply.apply(region, *xs))  # type: ignore[no-untyped-call]
 

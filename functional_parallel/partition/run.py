@@ -181,7 +181,6 @@ class _ShardInterpreter:
         return all(value.place == REPLICATED or REPLICATED in value.forms for value in values)
 
     def _run_simpler(self, node: fx.Node, traced: Traced) -> None:
-        """Compute an op from simpler ops."""
         for inner, operand in zip(traced.inputs, tensor_operands(node), strict=True):
             self.values[inner], self.stands_for[inner] = self.values[operand], self.stands_for.get(operand, operand)
         self.run(traced)
@@ -333,13 +332,11 @@ def _is_split(step: OpContext) -> bool:
 
 
 def _is_reduced(step: OpContext) -> bool:
-    """Whether an op reads a Reduced value (gradient wanted as partial sums), and no rank-dependent value."""
     free = step.decision.varying or step.decision.of_shapes
     return not free and any(isinstance(operand.place, Reduced) for operand in step.operands)
 
 
 def _reduced(result: Aval | None) -> AxisLayout:
-    """Return the layout of a result (None if not computed) of an op with a Reduced operand."""
     return REDUCED if result is not None and result.is_differentiable else REPLICATED
 
 
@@ -359,7 +356,6 @@ _COMPUTE_REPLICATED = Rule(decide=_whole)
 
 
 def _over_ranks(extremum: str, part: torch.Tensor, axis: str) -> torch.Tensor:
-    """Return the maximum (minimum) over ranks. The ranks that hold it share its gradient evenly."""
     combine = fp.pmax if extremum == "pmax" else fp.pmin
     best = combine(part.detach(), axis)
     if not is_trained(part):

@@ -58,8 +58,6 @@ _TENSOR, _KNOWN = object(), "bodies of shard_map"
 
 
 class _Call:
-    """Arguments of one call."""
-
     def __init__(
         self,
         active: Recorder,
@@ -130,7 +128,6 @@ class _Call:
         return Region(self.name, traced, tuple(operands), tuple(results), hidden), captured, found["tree"], leaves
 
     def _checked(self, traced: Traced, result: PyTree, axes: Sequence[str]) -> list[P]:
-        """Return the specs of the results that are tensors. Check that the results lie as they say."""
         full = broadcast_specs(self.out_specs, result, name=f"out_specs of {self.name}", what="what it returned")
         require_dims(result, full, f"the results of {self.name} (out_specs)")
         triples = zip(optree.tree_leaves(result), optree.tree_leaves(full), tree_paths(result), strict=True)
@@ -152,7 +149,6 @@ class _Call:
 def _crossed(
     values: Sequence[torch.Tensor], borders: Sequence[Border], visible: Sequence[str], inwards: bool
 ) -> list[torch.Tensor]:
-    """Slice values along the visible axes of the borders, or gather them."""
     way, crossed = 1 if inwards else -1, list(values)
     for index, border in enumerate(borders):
         axes = [axis for axes in border.spec.dim_axes() for axis in axes if axis in visible]

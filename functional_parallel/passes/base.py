@@ -73,8 +73,6 @@ def _completed(program: Program) -> Completed:
 
 @dataclass(frozen=True)
 class StagedOps:
-    """Stages of the ops of a step that will be cut."""
-
     of: Mapping[fx.Node, int]
     backward: Collection[fx.Node]
     is_held: Callable[[fx.Node], bool]  # whether a value is in memory for the entire step

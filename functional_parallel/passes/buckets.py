@@ -98,7 +98,6 @@ def _sum_of_gradient(node: fx.Node) -> CollectiveCall | None:
 
 
 def _following(node: fx.Node) -> list[fx.Node]:
-    """Return the chain of sums over other axes that follows the sum of a gradient, if each is the only user."""
     found: list[fx.Node] = []
     while _sum_of_gradient(node) and len(node.users) == 1:
         (node,) = node.users
@@ -120,7 +119,6 @@ def _key(node: fx.Node) -> Hashable | None:
 
 
 def _of_bucket(call: CollectiveCall, packed: fx.Node | None = None) -> CollectiveCall:
-    """Return the call for a packed operand, which is flat."""
     return replace(call.with_dims(lambda dim: 0), operand=packed)
 
 
@@ -188,7 +186,6 @@ class _Bucket:
             part.append(alias)
 
     def _groups(self) -> list[list[fx.Node]]:
-        """Group the members by the other axes that they are summed over; each group is contiguous in the bucket."""
         found: dict[Hashable, list[fx.Node]] = {}
         for member in self.members:
             key = tuple(replace(the_call(each), operand=None) for each in self.following[member])

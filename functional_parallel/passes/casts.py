@@ -77,7 +77,6 @@ class WidenedAndNarrowed(ProgramPass):
 
 
 def _widened(cast: fx.Node) -> fx.Node | None:
-    """Return the value that is cast to a wider dtype and back by this node; None for any other node."""
     if not is_cast(cast) or not is_cast(cast.args[0]):
         return None
     widening = cast.args[0]

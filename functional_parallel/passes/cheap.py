@@ -120,14 +120,12 @@ class CheapValues:
         return int(first) if all(number < first for number in others) else None
 
     def users(self, storage: Storage) -> Iterator[fx.Node]:
-        """Yield the ops that read a value of a storage, except views of it in the forward."""
         for value in self.values.get(storage, [storage[0]]):
             for user in value.users:
                 if user in self.number and (view_base(user) is None or info(user).backward):
                     yield user
 
     def may_drop(self, node: fx.Node) -> bool:
-        """Whether no result of `node` is an output of the program."""
         return self.outputs.isdisjoint(self.ledger.made_by(node))
 
     def is_there(self, value: fx.Node, taker: fx.Node, when: int) -> bool:

@@ -101,7 +101,6 @@ class Placement:
                         self.ordered[start].prepend(node)
 
     def _starts(self, gathers: list[fx.Node], ahead: int, first_use: int) -> list[int]:
-        """Positions for the gathers of a layer: one for all of them where possible."""
         earliest = max(self.released[gather] for gather in gathers)
         latest = min(first_use, *(self._next_gather(gather) for gather in gathers))
         together = min(max(ahead, earliest), latest)
@@ -110,7 +109,6 @@ class Placement:
         return [self._start(gather, max(ahead, self.released[gather])) for gather in gathers]
 
     def _start(self, gather: fx.Node, wanted: int) -> int:
-        """Return the wanted position, or that of the first op that reads the gather's result, if it is earlier."""
         return min(wanted, self._uses(gather)[0], self._next_gather(gather))
 
     def _released(self) -> dict[fx.Node, int]:
@@ -124,7 +122,6 @@ class Placement:
         return found
 
     def _after(self, position: int) -> int:
-        """Return the first position after `position` with an op that is not moved."""
         position += 1
         while self.ordered[position] in self.is_moved:
             position += 1
@@ -142,7 +139,6 @@ class Placement:
         return sorted(found) or [max(self.position.values())]
 
     def _next_gather(self, gather: fx.Node) -> int:
-        """Return the position of the first gather over another axis that reads a gather's result."""
         users = [user for node in (gather, *self.moved[gather][2]) for user in node.users]
         return min((self.position[user] for user in users if _gather(user)), default=len(self.ordered) - 1)
 
@@ -168,7 +164,6 @@ def _recipe(gather: fx.Node) -> Hashable:
 
 
 def _gather(node: fx.Node) -> CollectiveCall | None:
-    """Return the gather of a parameter over axes of the mesh. Microbatches are gathered once, from all of them."""
     call = collective_call(node, "all_gather") if info(node).role is Role.PARAMETER else None
     return call if call is not None and MICROBATCH not in call.axes else None
 

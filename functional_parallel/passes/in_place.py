@@ -57,7 +57,6 @@ def _asks_for(node: fx.Node, group: list[fx.Node]) -> bool:
 
 
 def _may_be_overwritten(update: fx.Node, position: dict[fx.Node, int], outputs: list[object]) -> bool:
-    """Whether parameter and moments have separate storages that no op reads after this update."""
     roots = {storage_root(value) for value in update.args[:4]}
     held = (update.args[0], *update.args[2:4])
     return len(roots) == 4 and all(_dies_at(update, value, position, outputs) for value in held)
@@ -95,7 +94,6 @@ def _key(update: fx.Node) -> Hashable:
 
 
 def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
-    """Replace several updates by one, placed before the first op that reads one of their results."""
     first = updates[0]
     held = [update.args[kind] for kind in (0, 2, 3) for update in updates]
     gradients = [update.args[1] for update in updates]

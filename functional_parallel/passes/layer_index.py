@@ -62,7 +62,6 @@ class LayerIndex:
         return index >= 0 and is_numbered(self.names[index])
 
     def stem(self, index: int) -> str:
-        """Path of the stack that a numbered layer belongs to."""
         match = _NUMBERED.fullmatch(self.names[index])
         return match[1] if match is not None else self.names[index]
 

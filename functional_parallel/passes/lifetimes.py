@@ -40,13 +40,10 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class LifetimeSummary:
-    """Lifetimes of values of some ops, as (first, last, bytes), and the work of recomputing some of them."""
-
     intervals: tuple[tuple[int, int, int], ...]
     work: int
 
     def bytes_at(self, number: int) -> int:
-        """Return the bytes alive at an op."""
         return sum(size for first, last, size in self.intervals if first <= number <= last)
 
 
@@ -125,7 +122,6 @@ class Lifetimes:
                 yield number, number, touched(number, False)
 
     def _unused(self, dropped: set[int]) -> set[int]:
-        """Return the ops with results that are not used any more, because the backward reads copies."""
         unused: set[int] = set()
         for number in sorted(dropped, reverse=True):
             users = self._users[number]

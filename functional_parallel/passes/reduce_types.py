@@ -77,7 +77,6 @@ class ReduceDtype(ProgramPass):
                 self._narrow(traced, node)
 
     def _narrow(self, traced: Traced, total: fx.Node) -> fx.Node:
-        """Cast the operand of a sum to the narrow dtype, and cast its result back."""
         operand, wide = first_operand(total), info(total).aval
         with traced.graph.inserting_before(total):
             narrow = _source_of_cast(operand, self.dtype) or _to(traced, operand, self.dtype, operand)
@@ -91,7 +90,6 @@ class ReduceDtype(ProgramPass):
 
 
 def _widens_a_gradient(node: fx.Node) -> bool:
-    """Whether a node is the transpose of the cast of a parameter."""
     is_ours = is_cast(node) and info(node).backward and info(node).role is Role.GRADIENT
     return is_ours and info(first_operand(node)).aval.dtype.itemsize < info(node).aval.dtype.itemsize
 
@@ -114,7 +112,6 @@ def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:
 
 
 def _chain(cast: fx.Node) -> list[fx.Node]:
-    """Return the linear ops with results that are used for this cast only."""
     found = []
     pending = [cast.args[0]]
     for node in pending:
@@ -131,7 +128,6 @@ def _is_sum_over_ranks(node: fx.Node) -> bool:
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of a linear op, which are gradients."""
     return operands_of(node) if node.target in _JOINS or _is_sum_of_two(node) else [first_operand(node)]
 
 

@@ -42,8 +42,6 @@ _CHEAP = ("nothing", "cheap ops")
 
 @dataclass
 class _Segment:
-    """A layer, and the values of it that can be recomputed."""
-
     name: str  # its path
     stem: str  # the path of the stack that it belongs to; empty outside stacks
     members: list[int]  # its values, by number
@@ -83,7 +81,6 @@ class _Move:
     length: int  # number of layers of the resulting run
 
     def ratio(self, at: int) -> Fraction:
-        """Return the bytes freed at an op per unit of work."""
         freed = self.before.bytes_at(at) - self.after.bytes_at(at)
         return Fraction(freed, max(self.after.work - self.before.work, 1))
 
@@ -114,7 +111,6 @@ class RematLadder:
         self.runs = [[index] for index in range(len(self.segments))]
 
     def _members(self, where: str, apart: Collection[fx.Node]) -> list[list[fx.Node]]:
-        """Group the forward's values by layer; a parameter outside stacks is a layer too."""
         chosen = {index for index, name in enumerate(self.layers.names) if fnmatch.fnmatch(name, f"*{where}")}
         found: dict[int, list[fx.Node]] = {}
         for node in self.forward:
@@ -134,7 +130,6 @@ class RematLadder:
         return found
 
     def _inside(self, runs: Sequence[int]) -> set[fx.Node]:
-        """Return the values that can be dropped if segments with equal numbers are recomputed together."""
         own = {node: self.segment_of.get(node) for node in self.forward}
         return recomputable(self.forward, {node: None if index is None else runs[index] for node, index in own.items()})
 

@@ -71,7 +71,6 @@ def _base(value: fx.Node, *, through_collectives: bool) -> tuple[fx.Node, int | 
 
 
 def _adds_to_input(program: Program, place: int) -> bool:
-    """Whether a result is an input plus another value, and the input has no other user."""
     node = program.traced.outputs[place]
     if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
         return False

@@ -92,7 +92,6 @@ class _Fold:
         return self._write(stacked, _on_one_layer(stacked, operand))
 
     def _is_each_layer_alone(self, node: fx.Node) -> bool:
-        """Whether the op applies the same computation to every layer separately."""
         target = node.target
         if target in _UNARY:
             return True
@@ -126,7 +125,6 @@ class _Fold:
 
 
 def _taken(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """Return the stack and the number of the layer that an op takes from it, or None."""
     if node.target is aten.select.int and node.args[1] == 0:
         return node.args[0], node.args[2] % info(node.args[0]).aval.shape[0]
     if node.target is operator.getitem and node.args[0].target is aten.unbind.int and len(node.args[0].args) < 2:
@@ -135,7 +133,6 @@ def _taken(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _dims_of(node: fx.Node) -> int:
-    """Return the first dim that a slice or a padding changes."""
     if node.target is aten.slice.Tensor:
         return node.args[1] if len(node.args) > 1 else 0
     padded = len(node.args[1]) // 2
@@ -143,7 +140,6 @@ def _dims_of(node: fx.Node) -> int:
 
 
 def _on_one_layer(node: fx.Node, operand: fx.Node) -> tuple[Any, ...]:
-    """Return the op's arguments for an operand without the first dim."""
     if call := collective_call(node):
         return replace(call, operand=operand).with_dims(lambda dim: dim - 1).args
     rest = list(node.args[1:])

@@ -34,12 +34,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def commutes_with_sum(node: fx.Node) -> bool:
-    """Whether an op commutes with a sum over ranks or microbatches."""
     return is_view(node) or node.target in _FILLED
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether an op casts to another dtype."""
     return node.target is aten._to_copy.default
 
 
@@ -74,7 +72,6 @@ def move_before_sums(
 def _sums_before(
     reduction: fx.Node, is_passed: Callable[[fx.Node], bool], through: Callable[[fx.Node], bool]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the psums that a reduction is computed from, and the ops between; empty if it has other operands."""
     sums: list[fx.Node] = []
     path: list[fx.Node] = []
     pending = [first_operand(reduction)]

@@ -42,7 +42,6 @@ class TransposedGradients(ProgramPass):
 
 
 def _turns(node: fx.Node) -> bool:
-    """Whether the op exchanges the dims of a matrix."""
     if node.target is aten.t.default:
         return len(info(node).aval.shape) == 2
     if node.target is aten.permute.default:
@@ -70,7 +69,6 @@ def _can_turn(node: fx.Node, outputs: list[object]) -> bool:
 
 
 def _turn(traced: Traced, node: fx.Node) -> None:
-    """Transpose a value where it is computed, in place."""
     update_info(node, val=replace(info(node).aval, shape=info(node).aval.shape[::-1]))
     if node.target is aten.mm.default:
         with traced.graph.inserting_before(node):
@@ -84,7 +82,6 @@ def _turn(traced: Traced, node: fx.Node) -> None:
 
 
 def _turned(traced: Traced, node: fx.Node) -> fx.Node:
-    """Return the transpose of an operand: the operand of its own transpose if it is one, else a new view."""
     if node.op == "call_function" and _turns(node):
         return node.args[0]
     aval = replace(info(node).aval, shape=info(node).aval.shape[::-1])

@@ -81,7 +81,6 @@ def _is_in_order(arrangement: _Arrangement) -> bool:
 
 
 def _write(node: fx.Node, arrangement: _Arrangement) -> None:
-    """Replace the node by one op on the base, if one is enough."""
     base, shape = arrangement.base, info(node).aval.shape
     if _is_in_order(arrangement):
         node.target, node.args = aten.view.default, (base.args[0] if base.target in RESHAPES else base, list(shape))
@@ -107,7 +106,6 @@ def _transpose(dims: _Dims, node: fx.Node) -> _Dims | None:
 
 
 def _resize(dims: _Dims, node: fx.Node) -> _Dims | None:
-    """Insert or remove dims of size one; None for any other change of shape."""
     before, after = info(node.args[0]).aval.shape, info(node).aval.shape
     if [size for size in before if size != 1] != [size for size in after if size != 1]:
         return None

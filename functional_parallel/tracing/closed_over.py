@@ -24,8 +24,6 @@ from ..ir import Source, current_source, is_library
 
 @dataclass(frozen=True)
 class ClosedOver:
-    """Closed-over tensor of a traced function that requires gradients."""
-
     name: str | None  # expression for the tensor in the user's code, if one was found
     shape: tuple[int, ...]
     source: Source | None  # line of its first use

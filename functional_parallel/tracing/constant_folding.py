@@ -148,7 +148,6 @@ def draws(node: fx.Node) -> bool:
 
 
 def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:
-    """Return the value of a constant, or of a captured tensor that the enclosing trace knows."""
     traced = recording.traced
     if node.op == "get_attr":
         value = traced.constants[str(node.target)]
@@ -163,7 +162,6 @@ def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:
 
 
 def _is_computable(node: fx.Node) -> bool:
-    """Whether an op has the same result on all ranks. This may be false for the library's own ops."""
     op = node.target
     return op in (getitem, STRAIGHT_THROUGH) or getattr(op, "namespace", None) in ("aten", "prims")
 

@@ -138,7 +138,6 @@ def _centred(input: Tensor) -> Tensor:
 def _linear_cross_entropy(
     *args: Argument, options: Mapping[str, Argument] | None = None, **kwargs: Argument
 ) -> Replaced:
-    """Compute the loss without chunks."""
     # The op for chunks computes its gradient together with its value, so transforms cannot differentiate it.
     return NotImplemented if options is None else functional.linear_cross_entropy(*args, **kwargs)
 
@@ -155,7 +154,6 @@ _index: Callable[[Tensor, Sequence[Tensor | None]], Tensor] = aten.index.Tensor
 
 @intercept_op(aten.index.Tensor)
 def _index_by_numbers(x: Tensor, indices: Sequence[Tensor | None]) -> Replaced:
-    """Record `x[mask]` with a known mask as an index by numbers."""
     if not any(index is not None and index.dtype == torch.bool for index in indices):
         return NotImplemented
     return _index(x, _numbers(indices))
@@ -168,7 +166,6 @@ def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Replace masks by the indices of their true elements. For a mask that is not known, an error is raised."""
     found: list[Tensor | None] = []
     for index in indices:
         found += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index]
@@ -203,7 +200,6 @@ _to_numpy(Tensor.__array__)
 
 
 def _known(x: Tensor) -> Tensor | None:
-    """Return the values of a tensor if this trace knows them. None for a tensor that a transform maps."""
     active = recorder()
     if active is None or _torch.mapped_dims(x):
         return None

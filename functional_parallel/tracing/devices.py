@@ -22,7 +22,6 @@ Device = torch.device | str | int
 
 
 def _missing(device: Device | None) -> torch.device | None:
-    """Return a device that this machine lacks, with its index. None for a device that exists."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device) if device else None
     return None if found is None or not _torch.is_missing(found.type) else torch.device(found.type, found.index or 0)
 

@@ -62,7 +62,6 @@ def reached_state(function: Callable[..., Any]) -> tuple[tuple[Any, ...], list[A
 
 
 def _visited(function: Callable[..., Any]) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Yield every object that a function reaches, with the plain values that it holds."""
     pending: list[Any] = [function]
     seen: set[int] = set()
     while pending:
@@ -119,6 +118,5 @@ def _is_a_users(module: ModuleType) -> bool:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code uses, including the code of functions defined in it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))

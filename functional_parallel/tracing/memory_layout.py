@@ -33,8 +33,6 @@ _CONTIGUOUS_RESULTS = {  # of operands with any strides
 
 @dataclass(frozen=True)
 class LayoutRead:
-    """Op that depends on the strides of an argument."""
-
     what: str  # description of the op, with its source line
     offset: bool = False  # whether it also depends on the storage offset
 
@@ -43,7 +41,6 @@ class LayoutRead:
 
 
 def require_contiguous(x: torch.Tensor, read: LayoutRead, path: str) -> None:
-    """Check that an argument is contiguous. It is called if a trace depends on the strides of the argument."""
     shifted = x.is_contiguous() and x.storage_offset() != 0
     if x.is_contiguous() and not (shifted and read.offset):
         return
@@ -82,7 +79,6 @@ class Layouts:
         self._pairs: dict[int, list[_Pair]] = {}
 
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Record the storage of the tensor of a node. A sparse tensor does not have one."""
         if tensor.layout is not torch.strided:
             return
         with _torch.disable_torch_function():

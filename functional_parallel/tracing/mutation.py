@@ -64,7 +64,6 @@ def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Ar
 
 
 def _written_node(recording: Writer, func: _torch.Op, target: torch.Tensor) -> fx.Node:
-    """Return the node of a tensor that is written, after a check that the function computes or takes it."""
     old = recording.value(target)
     if old is None or recording.aliases.chain(old)[0] in recording.closed_over:
         raise MutationError(
@@ -77,7 +76,6 @@ def _written_node(recording: Writer, func: _torch.Op, target: torch.Tensor) -> f
 
 
 def _written_by_schema(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
-    """Record a custom op by its out-of-place form. Return the results of the op."""
     form, given = out_of_place(func), named_arguments(func, args, kwargs)
     targets = form.targets(given)
     for target in targets:
@@ -164,7 +162,6 @@ def _write_through(recording: Writer, func: _torch.Op, target: torch.Tensor, old
 def _others(
     recording: Writer, func: _torch.Op, target: torch.Tensor, root: fx.Node
 ) -> list[tuple[torch.Tensor, list[View]]]:
-    """Return the other living tensors in the memory of the target, with their chains of views of the root."""
     storage = target.untyped_storage()._cdata
     found: list[tuple[torch.Tensor, list[View]]] = []
     for other in recording.living():

@@ -161,8 +161,6 @@ def recorder() -> Recorder | None:
 
 
 class Recorder(Writer):
-    """Dispatch mode that decides how each op is recorded."""
-
     supports_higher_order_operators = True
 
     def __torch_dispatch__(
@@ -223,7 +221,6 @@ class Recorder(Writer):
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether derivatives of this trace, or of one around it, will be taken."""
         return self.forward_only or (isinstance(self.outer, Recorder) and self.outer.is_differentiated)
 
     def _known(self, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:

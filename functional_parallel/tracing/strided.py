@@ -71,8 +71,6 @@ _MOST = 1 << 24  # positions that are checked individually
 
 @dataclass(frozen=True)
 class _Memory:
-    """Elements of a tensor in memory order: dims by descending stride, each element once."""
-
     elements: torch.Tensor
     strides: tuple[int, ...]
     start: int  # position of the view's first element, counted from the first element of the tensor
@@ -153,7 +151,6 @@ class _Memory:
         return x.permute(order + [dim for dim in range(x.ndim) if dim not in order]).view(list(size))
 
     def leading(self, size: Sequence[int], stride: Sequence[int]) -> int:
-        """Return the number of leading dims that the view leaves unchanged, such as a batch dim."""
         if not self.is_dense or 0 in size:
             return 0
         kept = 0

@@ -96,7 +96,6 @@ class ViewChains:
 
 
 def are_apart(one: Sequence[View], other: Sequence[View]) -> bool:
-    """Whether two chains of views of one value are known to have no element in common."""
     for a, b in zip(one, other, strict=False):
         if (a.op, a.args, a.kwargs) != (b.op, b.args, b.kwargs):
             mine, theirs = a.part(), b.part()
@@ -132,7 +131,6 @@ def _is_view(op: Target) -> bool:
 
 
 def _member(node: fx.Node) -> tuple[fx.Node, View] | None:
-    """Return a member of a split as a slice, or a member of an unbind as a select. None for other members."""
     members, index = node.args
     if not _is_view(members.target):
         return None

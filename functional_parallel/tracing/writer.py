@@ -182,7 +182,6 @@ class Writer(_torch.TorchDispatchMode):
         raise NotImplementedError
 
     def _number(self, node: fx.Node) -> None:
-        """Store the autograd nodes that this op created, so that their backward ops find its source line."""
         # Each thread numbers its nodes from 0, so nodes that a backward creates in an autograd thread are skipped.
         if threading.get_ident() != self._thread:
             return
@@ -208,7 +207,6 @@ class Writer(_torch.TorchDispatchMode):
             self.on_node(node)
 
     def create(self, op: _torch.Op, args: Args, kwargs: Kwargs, known: NodeInfo) -> fx.Node:
-        """Write an op that is not bound to a tensor yet, with the shape and the source line in `known`."""
         node = self.traced.graph.call_function(op, args, kwargs)
         set_info(node, known)
         self._announce(node)

@@ -49,8 +49,6 @@ class SumsOfOneMicrobatch(ProgramPass):
 
 
 class _Ends:
-    """Inserts the missing sums."""
-
     def __init__(self, traced: Traced, axis: str, in_specs: list[P]) -> None:
         self.traced, self.axis = traced, axis
         self.rounds = MicrobatchRounds(traced, axis, in_specs)
@@ -88,7 +86,6 @@ class _Ends:
 
 
 def _leading_to(traced: Traced, chosen: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Return the chosen ops, and the ops that they are computed from."""
     found: set[fx.Node] = set()
     for node in reversed(list(traced.nodes)):
         if chosen(node) or any(user in found for user in node.users):

@@ -16,15 +16,12 @@ from ...ir import Traced, collective_call, info, operands_of, primitive_name
 
 
 class MicrobatchRounds:
-    """Microbatches of a graph that is written over a virtual axis."""
-
     def __init__(self, traced: Traced, axis: str, in_specs: list[P]) -> None:
         self.traced, self.axis = traced, axis
         self.varying = self._varying(in_specs)  # the values that differ by microbatch
         self.of, self.last = self._last_rounds()  # round of each op; a barrier's result is available after its round
 
     def is_barrier(self, node: fx.Node) -> bool:
-        """Whether an op is a barrier: it needs all microbatches."""
         name = primitive_name(node)
         return name not in (None, "axis_index", "pscatter", "pcast") and names_axis(node, self.axis)
 

@@ -35,7 +35,6 @@ def microbatch_splits(
 
 
 def shard_aval(leaf: torch.Tensor, spec: P, mesh: Mesh, parts: Mapping[str, DimSplit]) -> Aval:
-    """Shape and dtype of one rank's shard of a full tensor, or of one microbatch of that shard."""
     uneven = [axis for axis, each in parts.items() if not each.is_even and axis in spec.axes]
     # A tensor on the meta device represents one on another device. The choice of kernels for meta tensors does not
     # matter here: attention would be decomposed.

@@ -41,7 +41,6 @@ class ReduceOncePerStep(ProgramPass):
 
 
 def is_total(node: fx.Node, axis: str) -> bool:
-    """Whether an op is a sum over microbatches."""
     call = collective_call(node, "psum")
     return call is not None and call.axes == (axis,)
 

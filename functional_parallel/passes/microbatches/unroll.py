@@ -239,7 +239,6 @@ class _Unroll:
 
 
 def microbatch_dim(spec: P, axis: str, where: str) -> int:
-    """Return the dim of an input or a result that holds the microbatches."""
     for dim, factors in enumerate(spec.dims):
         if axis in factors:
             if any(isinstance(factor, int) for factor in factors[: factors.index(axis)]):
@@ -249,14 +248,12 @@ def microbatch_dim(spec: P, axis: str, where: str) -> int:
 
 
 def bounds_of_part(node: fx.Node, microbatch: int) -> tuple[int, int, int]:
-    """Return the dim of a scatter, and where the part of a microbatch begins and ends along it."""
     (dim,) = the_call(node).dims
     length = info(node).aval.shape[dim]
     return dim, microbatch * length, (microbatch + 1) * length
 
 
 def combine_op(node: fx.Node, axis: str) -> torch._ops.OpOverload | None:
-    """Return the op that combines two microbatches' operands of a barrier; None if they are concatenated."""
     name = primitive_name(node)
     if name == "all_gather":
         return None
@@ -269,10 +266,8 @@ def combine_op(node: fx.Node, axis: str) -> torch._ops.OpOverload | None:
 
 
 def with_global_size(aval: Aval, dim: int, parts: DimSplit) -> Aval:
-    """Return the shape and dtype of all microbatches together, from one of them."""
     return with_dim_size(aval, dim, parts.whole(aval.shape[dim]))
 
 
 def with_dim_size(aval: Aval, dim: int, length: int) -> Aval:
-    """Return the same aval with another length of one dim."""
     return Aval((*aval.shape[:dim], length, *aval.shape[dim + 1 :]), aval.dtype, aval.device)
