@@ -48,4 +48,4 @@ from .text import canonical_lines, first_difference, program_text
 from .tracebacks import with_short_tracebacks
 from .trained import as_complex, as_real, is_trained
 from .variation import AxisSet, axes_of_nodes, varied_axes
-from .views import REARRANGEMENTS, RESHAPES, UNIT_DIMS, VIEWS
+from .views import REARRANGEMENTS, RESHAPES, UNIT_DIMS, VIEWS, viewed_argument

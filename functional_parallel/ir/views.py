@@ -1,12 +1,15 @@
 """View ops by what they do to elements. Every list of view ops in the library is composed of these.
 
-An op is listed by its effect on values, not by its memory: `reshape` and `_unsafe_view` share memory or do not.
-`tracing.view_chains` decides by an op's schema what shares memory.
+An op is listed by its effect on values, not by its memory: `reshape` and `_unsafe_view` share memory or do not. What
+shares memory for certain follows from the schema of an op.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+from torch.fx.node import Target
 
 aten = torch.ops.aten
 
@@ -23,3 +26,13 @@ REARRANGEMENTS = RESHAPES | UNIT_DIMS | {aten.permute.default, aten.t.default, a
 VIEWS = REARRANGEMENTS | {
     *(aten.alias.default, aten.detach.default, aten.expand.default, aten.select.int, aten.slice.Tensor)
 }
+
+
+@cache
+def viewed_argument(op: Target) -> int | None:
+    """Return the position of the argument whose memory the results of an op share by its schema; None if none does."""
+    schema = getattr(op, "_schema", None)
+    if schema is None or all(result.alias_info is None for result in schema.returns):
+        return None
+    aliased = [each.alias_info for each in schema.arguments]
+    return next((at for at, alias in enumerate(aliased) if alias is not None and not alias.is_write), None)

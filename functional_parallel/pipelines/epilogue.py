@@ -16,10 +16,9 @@ from torch import fx
 from sharding_specs import P
 
 from ..ir import Aval, info, operands_of, primitive_name, update_info
-from ..program import aliases_of, storage_root
+from ..program import aliases_of, storage_root, view_base
 from .epilogue_graph import EpilogueGraph, EpilogueInput
 from .extract import Extractor, Subprogram
-from .roles import is_view
 
 _SMALL = 64  # elements: the cost of sending them is only latency
 
@@ -169,7 +168,7 @@ class EpilogueBuilder:
     def _slices_late(self) -> None:
         """Move views and slices of inputs to the level of their first user: an update must see its target."""
         for node in reversed(list(self.traced.nodes)):
-            if not (is_view(node) or primitive_name(node) == "pscatter") or self.wanted[node] - self.at[node]:
+            if (view_base(node) is None and primitive_name(node) != "pscatter") or self.wanted[node] - self.at[node]:
                 continue
             for rank in self.at[node]:
                 users = [self.level[user, rank] for user in node.users if (user, rank) in self.level]

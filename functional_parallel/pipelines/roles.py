@@ -131,7 +131,7 @@ class OpRoles:
             return False
         if node in self.inlined or info(node).recomputed:
             return True
-        return not operands_of(node) or is_view(node)
+        return not operands_of(node) or view_base(node) is not None
 
     def scope(self, node: fx.Node) -> str:
         """Return the origin of a value that a stage reads: "input", "once" per step, "microbatch" or "stage"."""
@@ -140,10 +140,6 @@ class OpRoles:
         if node in self.varying:
             return "microbatch"
         return "input" if node.op == "placeholder" else "once"
-
-
-def is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and view_base(node) is not None
 
 
 def _why_all(barrier: fx.Node, wanted: bool) -> str:

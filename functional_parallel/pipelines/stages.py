@@ -15,8 +15,9 @@ from torch import fx
 from ..errors import PipelineError
 from ..ir import Aval, collective_call, first_operand, info, operands_of, reached
 from ..passes import combine_op
+from ..program import view_base
 from .extract import Extractor, Subprogram
-from .roles import OpRole, OpRoles, is_view
+from .roles import OpRole, OpRoles
 
 _FOLLOWING = {"F": "IW", "I": "W", "W": "", "B": ""}  # for each kind of work, the later kinds of the same stage
 
@@ -202,5 +203,5 @@ class StageBuilder:
 
 def _is_kept(node: fx.Node) -> bool:
     if node.target is operator.getitem:
-        return not is_view(node.args[0])
-    return isinstance(info(node).val, Aval) and not is_view(node)
+        return view_base(node.args[0]) is None
+    return isinstance(info(node).val, Aval) and view_base(node) is None

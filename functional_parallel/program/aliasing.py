@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import operator
-from functools import cache
 
 import torch
 from torch import fx
 
-from ..ir import Traced, first_operand, info, operands_of, primitive_name, reached
+from ..ir import Traced, first_operand, info, operands_of, primitive_name, reached, viewed_argument
 from ..ops import PACK, UNPACK_INTO
 
 aten = torch.ops.aten
@@ -27,18 +26,9 @@ def shares_memory(node: fx.Node) -> bool:
 def view_base(node: fx.Node) -> fx.Node | None:
     if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE or node.target is operator.getitem:
         return first_operand(node)
-    position = _viewed_argument(node.target)
+    position = viewed_argument(node.target)
     base = node.args[position] if position is not None and position < len(node.args) else None
     return base if isinstance(base, fx.Node) else None  # autograd calls conj with a number
-
-
-@cache
-def _viewed_argument(op: fx.node.Target) -> int | None:
-    schema = getattr(op, "_schema", None)
-    if schema is None or all(result.alias_info is None for result in schema.returns):
-        return None
-    aliased = [each.alias_info for each in schema.arguments]
-    return next((at for at, alias in enumerate(aliased) if alias is not None and not alias.is_write), None)
 
 
 def mutated_operands(node: fx.Node) -> list[fx.Node]:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.node import Target
 
 from .. import _torch
-from ..ir import Args, Aval, Kwargs, NodeInfo, argument, getitem, info
+from ..ir import Args, Aval, Kwargs, NodeInfo, argument, getitem, info, viewed_argument
 
 aten = torch.ops.aten
 
@@ -122,12 +122,7 @@ def _view(node: fx.Node) -> tuple[fx.Node, View] | None:
 
 
 def _is_view(op: Target) -> bool:
-    if op in _SHARE_UNDECLARED:
-        return True
-    if op is aten.as_strided.default or not isinstance(op, torch._ops.OpOverload):
-        return False
-    alias = op._schema.arguments[0].alias_info if op._schema.arguments else None
-    return alias is not None and not alias.is_write
+    return op in _SHARE_UNDECLARED or (op is not aten.as_strided.default and viewed_argument(op) == 0)
 
 
 def _member(node: fx.Node) -> tuple[fx.Node, View] | None:

@@ -33,7 +33,7 @@ from ...ir import (
     walk_args,
 )
 from ...ops import UNPACK, unpacked
-from ...program import Program, is_started, mutated_operands, overlapped, readers_before_writes, storage_root
+from ...program import Program, is_started, mutated_operands, overlapped, readers_before_writes, storage_root, view_base
 from .codegen import is_moved_to_device
 from .inductor import CompiledRegion, region_of
 from .repeats import cuts_between_repeats
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 _LEAST_OPS = 3  # ops that inductor can fuse; fewer gain less than a call costs
 _MOST_OPS = 400  # the time to compile a region grows faster than its length
-_VIEWS = frozenset({aten._unsafe_view.default, aten.reshape.default, aten.contiguous.default})
+_VIEWS = frozenset({aten.reshape.default, aten.contiguous.default})  # or copies
 _KERNELS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"})  # never fused
 
 
@@ -67,11 +67,7 @@ def with_regions(program: Program) -> RegionProgram:
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return _is_view(node.args[0])
-    if primitive_name(node) == "pcast" or node.target in _VIEWS:
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and any(
-        each.alias_info is not None and not each.alias_info.is_write for each in node.target._schema.returns
-    )
+    return node.target in _VIEWS or view_base(node) is not None
 
 
 def _is_seen_through(node: fx.Node) -> bool:
