@@ -126,7 +126,6 @@ def change_call(node: fx.Node, **changes: Any) -> None:
 
 
 def first_operand(node: fx.Node) -> fx.Node:
-    """Return what an op with one operand reads: a cast, a view or a collective."""
     return operands_of(node)[0]
 
 
@@ -135,13 +134,11 @@ def source_of(node: fx.Node) -> Source | None:
 
 
 def implied_source(node: fx.Node) -> Source | None:
-    """Return the source of ops that the library emits for a node."""
     source = info(node).source
     return None if source is None else replace(source, implied=True)
 
 
 def where(node: fx.Node) -> str:
-    """Return an op and its source line, for messages."""
     return f"{node.target} at {source_of(node) or 'an unknown line'}"
 
 

@@ -93,7 +93,6 @@ def pass_stage_boundary() -> None:
 
 
 def is_in_region() -> bool:
-    """Whether a function marked by `fp.recompute`, or a checkpointed one, is running."""
     return bool(_around().regions)
 
 

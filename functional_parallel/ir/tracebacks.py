@@ -42,7 +42,6 @@ def with_short_tracebacks(function: Callable[Params, R]) -> Callable[Params, R]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those that led to it."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -13,7 +13,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, change_call, first_operand, info, primitive_name, update_info
+from ..ir import Traced, change_call, first_operand, info, primitive_name, reached, update_info
 from .base import Phase, ProgramPass
 from .swap import is_cast, is_view
 
@@ -35,7 +35,11 @@ class CastBeforeGather(ProgramPass):
             views = _views(node)
             uses = [user for each in views for user in each.users if not is_view(user)]
             narrowing = [use for use in uses if is_cast(use) and info(use).aval.dtype == self.dtype]
-            if uses and len(narrowing) == len(uses) and not any(output in views for output in traced.outputs):
+            if (
+                uses
+                and len(narrowing) == len(uses)
+                and not any(isinstance(output, fx.Node) and output in views for output in traced.outputs)
+            ):
                 self._swap(traced, node, narrowing)
 
     def _swap(self, traced: Traced, gather: fx.Node, casts: list[fx.Node]) -> None:
@@ -53,11 +57,8 @@ class CastBeforeGather(ProgramPass):
             traced.graph.erase_node(cast)
 
 
-def _views(node: fx.Node) -> list[fx.Node]:
-    found = [node]
-    for each in found:
-        found += [user for user in each.users if is_view(user)]
-    return found
+def _views(node: fx.Node) -> dict[fx.Node, None]:
+    return reached([node], lambda each: filter(is_view, each.users))
 
 
 @dataclass(frozen=True)

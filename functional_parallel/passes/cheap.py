@@ -109,7 +109,6 @@ class CheapValues:
         return taken
 
     def _needed(self, own: list[Storage]) -> int | None:
-        """Position of a copy, if the backward reads each result and no forward op reads one later; else None."""
         first: float = math.inf
         for storage in own:
             backward = [self.number[user] for user in self.users(storage) if info(user).backward]

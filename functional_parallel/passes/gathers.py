@@ -19,7 +19,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import MICROBATCH, CollectiveCall
-from ..ir import Role, Traced, collective_call, first_operand, forward_nodes, info, walk_args
+from ..ir import Role, Traced, collective_call, first_operand, forward_nodes, info, reached, walk_args
 from .base import Phase, ProgramPass
 from .layer_index import is_numbered, layer_of_path
 from .recompute import insert_recompute
@@ -112,7 +112,6 @@ class Placement:
         return min(wanted, self._uses(gather)[0], self._next_gather(gather))
 
     def _released(self) -> dict[fx.Node, int]:
-        """Return the earliest start of each gather: after the last use of the previous copy of the same parameter."""
         last: defaultdict[Hashable, int] = defaultdict(int)  # the first op is a parameter
         found = {}
         for _, gather in self.gathers:
@@ -129,14 +128,8 @@ class Placement:
 
     def _uses(self, gather: fx.Node) -> list[int]:
         """Return the positions of the ops that compute with a gathered parameter; the graph's end if there are none."""
-        found, pending = [], [gather]
-        while pending:
-            for user in pending.pop().users:
-                if _is_view(user) or _gather(user):
-                    pending.append(user)
-                else:
-                    found.append(self.position[user])
-        return sorted(found) or [max(self.position.values())]
+        met = reached([gather], lambda node: node.users if _moves(node) else ())
+        return sorted(self.position[each] for each in met if not _moves(each)) or [max(self.position.values())]
 
     def _next_gather(self, gather: fx.Node) -> int:
         users = [user for node in (gather, *self.moved[gather][2]) for user in node.users]
@@ -147,10 +140,8 @@ class Placement:
         before = [gather]
         while (value := first_operand(before[0])).op == "call_function" and len(value.users) == 1:
             before.insert(0, value)
-        after = [gather]
-        for node in after:
-            after += [user for user in node.users if _is_view(user)]
-        return before[:-1], [gather], sorted(after[1:], key=self.position.__getitem__)
+        _, *after = reached([gather], lambda node: filter(_is_view, node.users))
+        return before[:-1], [gather], sorted(after, key=self.position.__getitem__)
 
 
 def _recipe(gather: fx.Node) -> Hashable:
@@ -166,6 +157,10 @@ def _recipe(gather: fx.Node) -> Hashable:
 def _gather(node: fx.Node) -> CollectiveCall | None:
     call = collective_call(node, "all_gather") if info(node).role is Role.PARAMETER else None
     return call if call is not None and MICROBATCH not in call.axes else None
+
+
+def _moves(node: fx.Node) -> bool:
+    return _is_view(node) or _gather(node) is not None
 
 
 def _is_view(node: fx.Node) -> bool:

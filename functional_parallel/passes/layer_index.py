@@ -28,7 +28,6 @@ def layer_of_path(path: str) -> str:
 
 
 def is_numbered(layer: str) -> bool:
-    """Whether the path of a layer shows that it belongs to a stack."""
     return _NUMBERED.fullmatch(layer) is not None
 
 
@@ -58,7 +57,6 @@ class LayerIndex:
         return cls(list(order), of)
 
     def is_numbered(self, index: int) -> bool:
-        """Whether this layer belongs to a stack of layers."""
         return index >= 0 and is_numbered(self.names[index])
 
     def stem(self, index: int) -> str:

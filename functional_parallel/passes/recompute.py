@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from ..ir import Traced, info, operands_of, set_info
+from ..ir import Traced, info, operands_of, reached, set_info
 
 K = TypeVar("K", bound=Hashable)
 
@@ -39,11 +39,8 @@ def missing_values(
     op: K, operands: Callable[[K], Iterable[K]], dropped: Collection[K], copies: Collection[K]
 ) -> set[K]:
     """Return the dropped values without a copy that an op needs, directly or through other dropped values."""
-    missing: set[K] = set()
-    pending = list(operands(op))
-    while pending:
-        value = pending.pop()
-        if value in dropped and value not in copies and value not in missing:
-            missing.add(value)
-            pending += operands(value)
-    return missing
+
+    def missing(value: K) -> list[K]:
+        return [each for each in operands(value) if each in dropped and each not in copies]
+
+    return set(reached(missing(op), missing))

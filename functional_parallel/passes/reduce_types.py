@@ -26,6 +26,7 @@ from ..ir import (
     info,
     operands_of,
     primitive_name,
+    reached,
     update_info,
 )
 from .base import Phase, ProgramPass
@@ -112,14 +113,11 @@ def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:
 
 
 def _chain(cast: fx.Node) -> list[fx.Node]:
-    found = []
-    pending = [cast.args[0]]
-    for node in pending:
-        only = node.op == "call_function" and len(node.users) == 1 and info(node).backward
-        if only and (_is_linear(node) or primitive_name(node) in _SUMS):
-            found.append(node)
-            pending += _summands(node)
-    return found
+    def linear(nodes: list[fx.Node]) -> list[fx.Node]:
+        ours = (each for each in nodes if each.op == "call_function" and info(each).backward and len(each.users) == 1)
+        return [each for each in ours if _is_linear(each) or primitive_name(each) in _SUMS]
+
+    return list(reached(linear([cast.args[0]]), lambda node: linear(_summands(node))))
 
 
 def _is_sum_over_ranks(node: fx.Node) -> bool:

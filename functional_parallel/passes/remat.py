@@ -13,7 +13,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, forward_nodes, operands_of, source_of
+from ..ir import Traced, forward_nodes, operands_of, reached, source_of
 from .base import Phase, ProgramPass
 from .layer_index import LayerIndex, made_of_parameters
 from .recompute import insert_recompute
@@ -95,38 +95,15 @@ def _follows_from_kept(
     The statistics of a norm follow from the preceding result of the layer, though the weight of the norm belongs to the
     next layer.
     """
-    pending, seen, own = operands_of(node), set(), False
-    while pending:
-        value = pending.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        if value in weights:
-            return False
-        if value in dropped:
-            pending += operands_of(value)
-        else:
-            own = own or segments.get(value) == segment
-    return own
+    met = reached(operands_of(node), lambda value: operands_of(value) if value in dropped else ())
+    saved = (value for value in met if value not in dropped)
+    return weights.isdisjoint(met) and any(segments.get(value) == segment for value in saved)
 
 
 def attention_cores(forward: Collection[fx.Node]) -> set[fx.Node]:
     """Return the ops from the product of queries and keys up to the product with values (arXiv 2205.05198 §5)."""
-    members = set(forward)
-    cores: set[fx.Node] = set()
-    for softmax in forward:
-        if softmax.target is not aten._softmax.default:
-            continue
-        before, after = [softmax], [user for user in softmax.users if user in members]
-        while before:
-            node = before.pop()
-            if node in members and node not in cores:
-                cores.add(node)
-                if node.target not in _PRODUCTS:
-                    before += operands_of(node)
-        while after:
-            node = after.pop()
-            if node.target not in _PRODUCTS and node not in cores:
-                cores.add(node)
-                after += [user for user in node.users if user in members]
-    return cores
+    softmaxes = [node for node in forward if node.target is aten._softmax.default]
+    before = reached(softmaxes, lambda node: () if node.target in _PRODUCTS else operands_of(node))
+    inner = {node for node in forward if node.target not in _PRODUCTS}
+    after = reached(softmaxes, lambda node: inner.intersection(node.users))
+    return set(forward).intersection([*before, *after])

@@ -54,7 +54,6 @@ class _Segment:
         return self.state[0] == len(self.levels) - 1
 
     def states(self) -> Iterator[tuple[int, bool]]:
-        """Yield the states above the current one. Exits are dropped only while products are kept, or by a join."""
         level, out = self.state
         yield from ((higher, out) for higher in range(level + 1, len(self.levels)))
         if self.exits and not out:
@@ -155,7 +154,6 @@ class RematLadder:
         return [self.number[node] for node in nodes]
 
     def _between(self) -> Iterator[tuple[int, _Move]]:
-        """Yield, for adjacent segments of a stack, the move that drops the values passed between them."""
         for parity in (0, 1):
             joined = self._inside([(index + parity) // 2 for index in range(len(self.segments))])
             for first in range(parity, len(self.segments) - 1, 2):

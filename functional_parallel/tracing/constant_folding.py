@@ -131,7 +131,6 @@ def _needed(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _certain(node: fx.Node) -> bool | None:
-    """Return the result of comparing a uniform draw with a bound, if it is the same for all draws in [0, 1)."""
     compare = _COMPARISONS.get(node.target)
     if (
         compare is None

@@ -59,8 +59,6 @@ def _cuda(x: torch.Tensor, device: Device | None = None, *rest: Any, **kwargs: A
 
 
 def _from_values(make: Callable[..., torch.Tensor]) -> None:
-    """Let a function make its tensor in main memory, and move it to the missing device that it is called with."""
-
     @intercept(make, always=True, same_strides=True)
     def made(*args: Any, device: Device | None = None, **kwargs: Any) -> Replaced:
         found = _missing(device)

@@ -184,7 +184,6 @@ def _unknown(func: _torch.Op, target: torch.Tensor, other: torch.Tensor) -> Muta
 
 
 def _with_history(recording: Writer, old: fx.Node, new: fx.Node) -> fx.Node:
-    """Return the new values, with the gradient of the old ones if a gradient may be taken."""
     if not _loses_history(old, new):
         return new
     return recording.create(STRAIGHT_THROUGH, (old, new), {}, info(new)._replace(no_grad=False))

@@ -19,7 +19,7 @@ from torch import fx
 from sharding_specs import P
 
 from ...collectives import CollectiveCall, State
-from ...ir import Traced, first_operand, info, operands_of
+from ...ir import Traced, first_operand, info, operands_of, reached
 from ..base import Phase, ProgramPass, Settings, Unit
 from .rounds import MicrobatchRounds
 
@@ -86,8 +86,4 @@ class _Ends:
 
 
 def _leading_to(traced: Traced, chosen: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    for node in reversed(list(traced.nodes)):
-        if chosen(node) or any(user in found for user in node.users):
-            found.add(node)
-    return found
+    return set(reached(filter(chosen, traced.nodes), operands_of))

@@ -191,7 +191,6 @@ class _Unroll:
         self.once[node] = value if microbatch == 0 else self.result.call(combine, (self.once[node], value), known)
 
     def _close(self, node: fx.Node) -> None:
-        """Compute the value that each microbatch gets from a barrier, after all of them reached it."""
         call = the_call(node)
         if call.kind == "all_gather":
             parts = [own[call.operand] for own in self.own]
@@ -230,7 +229,6 @@ class _Unroll:
         )
 
     def _own_part(self, value: fx.Node, dim: int, microbatch: int, known: NodeInfo) -> fx.Node:
-        """Return the slice of a microbatch's result that no earlier microbatch has."""
         begin, end = self.parts.own(microbatch, known.aval.shape[dim])
         if begin == 0:
             return value
