@@ -45,7 +45,7 @@ class Ours:
 
     def _begin(self, tokens: torch.Tensor) -> None:
         self.train = fp.train_step(self.loss, fp.optim.adamw(**ADAMW), self.mesh, self._plan(tokens))
-        self.state = self.train.init(self.params)
+        self.state = self.train.init(self.params, batch=tokens)
         self.module.to("meta")  # the state has parameters of its own now
         del self.module, self.params
 

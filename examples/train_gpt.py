@@ -53,12 +53,13 @@ def main() -> None:
         clip=1.0,
         reduction="ordered",  # processes add in the order of simulated ranks
     )
-    state, losses = start(train, params, args)
+    tokens = corpus.batch(train_text, args.batch, args.time, 0, args.seed)
+    state, losses = start(train, params, tokens, args)
     saver = fp.checkpoint.Saver(args.save, every=args.every, keep=2) if args.save else None
     say = print if fp.is_main_rank() else (lambda *_: None)
     say(f"{count(params):,} parameters on {mesh!r}, {len(train_text):,} bytes of text, {len(held_out):,} held out\n")
 
-    train.lower(state, corpus.batch(train_text, args.batch, args.time, 0, args.seed))
+    train.lower(state, tokens)
     say(train.program.memory() if args.explain == "memory" else train.explain(group=args.explain), "\n")
 
     progress = reporting.progress(args.steps, state.step)
@@ -131,8 +132,11 @@ def run_so_far(losses: list[float], args: argparse.Namespace) -> dict[str, Any]:
     return {"losses": losses, "settings": vars(args)}
 
 
-def start(train: Any, params: Any, args: argparse.Namespace) -> tuple[Any, list[float]]:
-    """A saved state: of `--resume`, or of a run that ended before in `--save`. Otherwise a fresh one."""
+def start(train: Any, params: Any, batch: Any, args: argparse.Namespace) -> tuple[Any, list[float]]:
+    """A saved state: of `--resume`, or of a run that ended before in `--save`. Otherwise a fresh one.
+
+    By the shapes of the batch, each rank of a pipeline holds only what its stages read.
+    """
     folder = args.resume or args.save
     try:
         info = fp.checkpoint.inspect(folder) if folder else None
@@ -141,12 +145,12 @@ def start(train: Any, params: Any, args: argparse.Namespace) -> tuple[Any, list[
             raise
         info = None
     if info is None:
-        return train.init(params), []
+        return train.init(params, batch=batch), []
     changed = [name for name in SHAPES if info.extra["settings"].get(name) != getattr(args, name)]
     if changed:
         told = ", ".join(f"--{name} {info.extra['settings'].get(name)}" for name in changed)
         raise SystemExit(f"{folder} holds a model of {told}: resume with the same")
-    return train.restore(folder), info.extra["losses"]
+    return train.restore(folder, batch=batch), info.extra["losses"]
 
 
 def count(params: Any) -> int:
