@@ -9,6 +9,7 @@ import inspect
 import io
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -233,7 +234,8 @@ _INTRODUCTION = """\
 # API
 
 This page lists every public name with its signature and the first sentence of its docstring. `help(fp.zero)` prints
-the complete docstring. Defaults that are long are shown as `…`. Annotations are left out.
+the complete docstring. Defaults that are long are shown as `…`. Annotations are left out. The last column is the file
+of `functional_parallel` (or of `sharding_specs`) that defines the name.
 
     import functional_parallel as fp
     import sharding_specs
@@ -243,12 +245,13 @@ the complete docstring. Defaults that are long are shown as `…`. Annotations a
 
 
 class Entry(NamedTuple):
-    """Row of the page. `name` is qualified, such as `fp.psum`."""
+    """Row of the page. `name` is qualified, such as `fp.psum`. `file` defines it; data is in none."""
 
     section: str
     name: str
     signature: str
     text: str
+    file: str
 
 
 def page() -> str:
@@ -257,8 +260,8 @@ def page() -> str:
     links = [f"- [{name}](#{_anchor(name)})" for name in (*sections, "Command line")]
     parts = [_INTRODUCTION, "", *links]
     for section, rows in sections.items():
-        parts += [f"\n## {section}\n", *_lead(section), "| name | description |", "|---|---|"]
-        parts += [f"| `{each.signature}` | {each.text} |" for each in rows]
+        parts += [f"\n## {section}\n", *_lead(section), "| name | description | in |", "|---|---|---|"]
+        parts += [f"| `{each.signature}` | {each.text} | {each.file} |" for each in rows]
     parts += ["\n## Command line\n", *_command_line()]
     return "\n".join(parts) + "\n"
 
@@ -328,7 +331,8 @@ def _lead(section: str) -> Iterator[str]:
 
 
 def _entry(section: str, name: str, value: Any) -> Entry:
-    return Entry(section, name, name + (SIGNATURES.get(name) or _shown_signature(value)), _description(name, value))
+    shown = name + (SIGNATURES.get(name) or _shown_signature(value))
+    return Entry(section, name, shown, _description(name, value), _file(value))
 
 
 def _method(section: str, shown: str, kind: type, name: str) -> Entry:
@@ -337,7 +341,17 @@ def _method(section: str, shown: str, kind: type, name: str) -> Entry:
     called = shown if name == "__call__" else f"{f'fp.{kind.__name__}' if makes else shown}.{name}"
     parameters = list(inspect.signature(method).parameters.values())[0 if makes else 1 :]
     text = _escaped(_first_sentence(inspect.getdoc(method) or ""))
-    return Entry(section, f"{kind.__name__}.{name}", called + _in_parentheses(parameters), text)
+    return Entry(section, f"{kind.__name__}.{name}", called + _in_parentheses(parameters), text, _file(method))
+
+
+def _file(value: Any) -> str:
+    """Return the file that defines a function, a class or a module of the library."""
+    module = sys.modules.get(value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", ""))
+    name = module.__name__ if module is not None else ""
+    if not name.startswith(("functional_parallel.", "sharding_specs")):
+        return ""
+    path = name.removeprefix("functional_parallel.").replace(".", "/")
+    return f"`{path}`" if hasattr(module, "__path__") else f"`{path}.py`"
 
 
 def _description(name: str, value: Any) -> str:
