@@ -56,12 +56,12 @@ class Quiet:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         speaking = default_runtime(self._ours.mesh)
         self._runtime = self._runtime or SilentRuntime(self._ours.mesh)
-        self._runtime.carrier.rewind()
+        self._runtime.communicator.rewind()
         use_runtime(self._runtime)
         try:
             began = time.perf_counter()
             loss = self._ours.step(tokens)
-            seconds = time.perf_counter() - began - self._runtime.carrier.seconds
+            seconds = time.perf_counter() - began - self._runtime.communicator.seconds
         finally:
             use_runtime(speaking)
         if self._ours.schedule is not None:
@@ -92,7 +92,7 @@ class SilentRuntime(ProcessRuntime):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, algorithm="backend")
-        self.carrier: SilentCarrier = SilentCarrier(mesh)
+        self.communicator: SilentCarrier = SilentCarrier(mesh)
         self._transport = Transport(SilentCarrier, ZeroCopyProgram)
         self.agree, self.exchange = _agreed, self._alone
 

@@ -61,7 +61,7 @@ from .interop import PreparedStep, deepspeed, prepare
 from .ir import abstract
 from .ops import constrain, outputs
 from .ops import keyed_draws as _keyed_draws  # its import registers them
-from .partition import partition
+from .partitioner import partition
 from .planning import PipelineChoice, PipelineChoices, activation_bytes, estimate, layer_costs, search_pipeline
 from .program import Hardware, Line, Price, Program
 from .rules import register_rule

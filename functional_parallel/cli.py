@@ -102,10 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_options(schedule)
     schedule.set_defaults(run=command.run)
 
-    for looks in (explain, price, memory):
-        looks.add_argument("target", metavar="module:function", help="called with the mesh, see below")
-        looks.add_argument("--mesh", required=True, help="axes and sizes: data=2,tensor=4")
-        looks.epilog, looks.formatter_class = _TARGETS, argparse.RawDescriptionHelpFormatter
+    for signatures in (explain, price, memory):
+        signatures.add_argument("target", metavar="module:function", help="called with the mesh, see below")
+        signatures.add_argument("--mesh", required=True, help="axes and sizes: data=2,tensor=4")
+        signatures.epilog, signatures.formatter_class = _TARGETS, argparse.RawDescriptionHelpFormatter
     return parser
 
 

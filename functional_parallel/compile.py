@@ -18,14 +18,14 @@ from .functions import (
     PyTree,
     Resolved,
     SpecTree,
+    applied_to,
     bind_positional,
     explain_keywords,
-    layout_of,
     require_mesh,
 )
 from .ir import current_source, with_short_tracebacks
 from .lowering import ArgumentPaths, Lowered, lower, per_argument
-from .partition import call_shard_map
+from .partitioner import call_shard_map
 from .passes import Options, pass_names
 from .pipelines import PipelineProgram
 from .program import Explanation, PassTable, Program
@@ -90,7 +90,7 @@ def compile(
     require_mesh(mesh, "compile")
     check_backend(backend)
     if isinstance(f, LocalFunction):
-        f.layout.mesh(mesh)
+        f.applied.mesh(mesh)
         refuse_asynchronous(f, mesh)
         if in_specs is not None or out_specs is not None:
             raise LayoutError(f"{f} carries its layout; leave in_specs and out_specs out")
@@ -230,7 +230,7 @@ class Compiled:
 
     def _by_place(self, args: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
         register_dataclasses(args, named)
-        return bind_positional(layout_of(self.f).signature, self.name, args, named) if named else args
+        return bind_positional(applied_to(self.f).signature, self.name, args, named) if named else args
 
     def _lower(self, args: tuple[PyTree, ...], device: torch.device | None = None) -> Lowered:
         moved = tuple(arg.like(device) if isinstance(arg, Sharded) else moved_to(device, arg) for arg in args)

@@ -5,7 +5,7 @@ from .boxes import Box, boxes_of_run, holders, rank_boxes
 from .dataclass_nodes import keep_as_leaves, register_dataclasses
 from .errors import Error, MeshError, SpecError
 from .layout import local_shape, padded_shape, reshard, shard, shard_leaf, unshard, unshard_leaf, whole_shape
-from .memory import MemoryRow, bytes_per_rank, memory_table
+from .memory_table import MemoryRow, bytes_per_rank, memory_table
 from .mesh import Mesh
 from .rules import RuleMatch, apply_rules, match_rules, optional
 from .spec import P, Placement, as_spec

@@ -48,7 +48,7 @@ ORDER = [
     "ops",
     "checker",
     "functions",
-    "partition",
+    "partitioner",
     "optim",
     "program",
     "passes",

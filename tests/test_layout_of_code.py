@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,12 @@ def test_a_training_step_has_few_methods() -> None:
     trees = [parsed(path) for path in (ROOT / LIBRARY / "training").glob("*.py")]
     classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     assert len(methods(classes, "TrainStep")) <= 25
+
+
+def test_a_name_is_used_once() -> None:
+    """Files and classes. The errors of both libraries are in a file of one name."""
+    paths = [path for library in (LIBRARY, "sharding_specs") for path in (ROOT / library).rglob("*.py")]
+    files = Counter(path.name for path in paths if path.name not in ("__init__.py", "errors.py"))
+    nodes = (node for path in paths for node in ast.walk(parsed(path)))
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert not [name for counts in (files, classes) for name, count in counts.items() if count > 1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .messages import Message, Node
+from .protocol import Message, Node
 
 
 @dataclass(frozen=True)

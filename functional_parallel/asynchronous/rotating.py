@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ..functions import PyTree
-from .messages import Message, Node
+from .protocol import Message, Node
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from ..functions import LocalFunction, explain_keywords
 from ..optim import Optimizer
 from ..quantities import is_positive_int
 from ..training import require_arguments
+from .async_step import AsyncStep, Method
 from .clock import Clock
-from .step import AsyncStep, Method
 from .worker import Computation
 
 
@@ -147,7 +147,7 @@ def _planned(
     if reduce not in ("mean", "sum"):
         raise ValueError(f"{name}(reduce={reduce!r}): it is 'mean' or 'sum', as the loss is of its samples")
     planned = loss if plan is None else plan(loss)
-    if isinstance(planned, LocalFunction) and (taken := [axis for axis in planned.layout.axes if axis in mesh.shape]):
+    if isinstance(planned, LocalFunction) and (taken := [axis for axis in planned.applied.axes if axis in mesh.shape]):
         raise ValueError(
             f"{name}: {planned!r} splits work over {taken[0]!r}, and here each rank computes alone: take transforms "
             "without a mesh axis, such as fp.remat(), or train synchronously with fp.train_step"

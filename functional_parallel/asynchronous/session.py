@@ -18,7 +18,7 @@ import torch
 from ..errors import CollectiveError
 from ..functions import PyTree
 from .links import Link
-from .messages import TO_CLIENT, Message, Node
+from .protocol import TO_CLIENT, Message, Node
 
 
 class Session:

@@ -145,8 +145,8 @@ def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
     if recorder() is not None:
         node = _node_of(value)
         return _I if node is None else (info(node).type or Type())[axis]
-    carrier = snapshot()[axis].carrier
-    return wanted if not isinstance(carrier, Lane) or wanted is not _V or is_mapped(value, carrier) else _I
+    communicator = snapshot()[axis].communicator
+    return wanted if not isinstance(communicator, Lane) or wanted is not _V or is_mapped(value, communicator) else _I
 
 
 def _fix(held: State, wanted: State, axis: str) -> str:

@@ -31,7 +31,7 @@ class Part(NamedTuple):
         return view if view.ndim == len(self.box.size) else view.unsqueeze(0)
 
 
-class Region(NamedTuple):
+class LeafRegion(NamedTuple):
     """Box of a leaf on one rank, and the boxes in single held tensors that it consists of, along dim 0."""
 
     box: Box
@@ -136,20 +136,20 @@ class LeafLayout:
     def __str__(self) -> str:
         return f"{self.kind} {self.key!r}"
 
-    def regions(self, piece: Piece, mesh: Mesh, coordinates: Coordinates) -> Iterator[Region]:
+    def regions(self, piece: Piece, mesh: Mesh, coordinates: Coordinates) -> Iterator[LeafRegion]:
         """Yield the regions of a piece that the rank with these coordinates holds, in its memory."""
         if not piece.is_held(coordinates):
             return
         for box, local, run in self._boxes(piece, mesh, coordinates):
             if piece.rows is None:
-                yield Region(box, (Part(box, piece.held[0], run, local),))
+                yield LeafRegion(box, (Part(box, piece.held[0], run, local),))
                 continue
             for first, last in _consecutive(piece.rows):
                 parts = [
                     Part(Box((piece.rows[i], *box.start), (1, *box.size)), piece.held[i], run, local)
                     for i in range(first, last)
                 ]
-                yield Region(Box(parts[0].box.start, (last - first, *box.size)), tuple(parts))
+                yield LeafRegion(Box(parts[0].box.start, (last - first, *box.size)), tuple(parts))
 
     def _boxes(
         self, piece: Piece, mesh: Mesh, coordinates: Coordinates
@@ -172,7 +172,7 @@ class LeafLayout:
                         whole = Box(tuple(mine - its + begin for mine, its, begin in shift), common.size)
                         yield whole, common.within(run), (at - start, run.size)
 
-    def written(self, mesh: Mesh, rank: int) -> Iterator[Region]:
+    def written(self, mesh: Mesh, rank: int) -> Iterator[LeafRegion]:
         coordinates = mesh.coordinates(rank)
         for piece in self.pieces:
             repeats = 0 in self.shape and any(coordinates[axis] for axis in piece.axes)  # every rank holds nothing

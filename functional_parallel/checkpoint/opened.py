@@ -20,8 +20,8 @@ from ..program import columns, readable_bytes
 from .files import FileInfo, ShardFile
 from .format import NAME, decode, plan_from_json
 from .layouts import LeafLayout, Piece
+from .loader_positions import position_of
 from .plan import ReadItem, RestorePlan, plan_restore
-from .positions import position_of
 
 REMOVES = "a Saver with keep=… removes all but the newest ones"
 

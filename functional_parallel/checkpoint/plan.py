@@ -24,7 +24,7 @@ class WriteItem(NamedTuple):
     number: int  # of the file, from 0
 
 
-class Source(NamedTuple):
+class ShardSource(NamedTuple):
     rank: int  # that wrote it
     number: int  # of the file
     box: Box
@@ -33,7 +33,7 @@ class Source(NamedTuple):
 class ReadItem(NamedTuple):
     leaf: LeafLayout  # as it was saved
     part: Part
-    sources: tuple[tuple[Source, Box], ...]  # with the common box
+    sources: tuple[tuple[ShardSource, Box], ...]  # with the common box
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class SavePlan:
         ]
         return sorted(items, key=lambda item: (item.leaf.kind, item.number, -item.leaf.dtype.itemsize))
 
-    def sources(self, leaf: LeafLayout, box: Box) -> Iterator[tuple[Source, Box]]:
+    def sources(self, leaf: LeafLayout, box: Box) -> Iterator[tuple[ShardSource, Box]]:
         """Yield the written boxes of a leaf that have elements of a box, each with the common box."""
         for rank in leaf.writers(box, self.mesh):
             for number, written in enumerate(self._written(leaf, rank)):
                 common = written.intersection(box)
                 if common is not None:
-                    yield Source(rank, number, written), common
+                    yield ShardSource(rank, number, written), common
 
     @cached_property
     def _written(self) -> Callable[[LeafLayout, int], tuple[Box, ...]]:

@@ -1,6 +1,6 @@
 """Typed collectives: functions of values. Their forward determines their backward. See README.md in this folder."""
 
-from . import ops, reference  # ops first: the primitives call them
+from . import library_ops, reference  # library_ops first: the primitives call them
 from .api import (
     all_gather,
     all_to_all,
@@ -35,7 +35,7 @@ from .call import COMMUNICATING, OWNED, STARTED, CollectiveCall, call_of
 from .communicator import Communicator, Lane
 from .dim_split import DimSplit
 from .guards import check_callable, check_op
-from .ops import fake_kernel, primitive_of
+from .library_ops import fake_kernel, primitive_of
 from .primitives import apply_primitive, gradients_at_call, keeping_grad_mode
 from .torch_names import broadcast, gather, recv, reduce, scatter, send
 from .types import HOLDING, State, Type, dual, result_type

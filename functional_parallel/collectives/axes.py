@@ -26,7 +26,7 @@ Axes = str | Iterable[str]
 @dataclass(frozen=True)
 class Binding:
     size: int
-    carrier: Communicator | Lane | None  # None while tracing
+    communicator: Communicator | Lane | None  # None while tracing
     hidden: bool = False  # whether collectives over the axis are forbidden
     samples: int | None = None  # size of a batch that the axis splits into unequal chunks
 
@@ -54,18 +54,18 @@ def normalize_axes(axes: Axes) -> tuple[str, ...]:
 
 
 def bind(
-    sizes: Mapping[str, int], carrier: Communicator | Lane | None, samples: Mapping[str, int] | None = None
+    sizes: Mapping[str, int], communicator: Communicator | Lane | None, samples: Mapping[str, int] | None = None
 ) -> AbstractContextManager[None]:
     """Bind axis names to a communicator inside a `with` block; to None while a function is only traced."""
     cut = samples or {}
-    bindings = {name: Binding(size, carrier, samples=cut.get(name)) for name, size in sizes.items()}
+    bindings = {name: Binding(size, communicator, samples=cut.get(name)) for name, size in sizes.items()}
     return restored(MappingProxyType({**_environment.get(), **bindings}))
 
 
-def are_bound(sizes: Mapping[str, int], carrier: Communicator | Lane) -> bool:
+def are_bound(sizes: Mapping[str, int], communicator: Communicator | Lane) -> bool:
     """Whether these axes are already bound to `carrier` and not hidden. Their sizes are not compared."""
     found = map(_environment.get().get, sizes)
-    return all(each is not None and each.carrier is carrier and not each.hidden for each in found)
+    return all(each is not None and each.communicator is communicator and not each.hidden for each in found)
 
 
 def hide(names: Axes) -> AbstractContextManager[None]:
@@ -87,7 +87,7 @@ def _marked(names: Iterable[str], hidden: bool) -> AbstractContextManager[None]:
 def trace_only() -> AbstractContextManager[None]:
     """Remove the communicators inside a `with` block: axes keep their sizes, and collectives can only be traced."""
     # A tracer that disables torch.func's levels enters this context, so that no axis is bound to a disabled level.
-    bindings = {name: replace(binding, carrier=None) for name, binding in _environment.get().items()}
+    bindings = {name: replace(binding, communicator=None) for name, binding in _environment.get().items()}
     return restored(MappingProxyType(bindings))
 
 
@@ -146,15 +146,15 @@ def mesh_axis_size(name: str) -> int:
 
 def communicator_for(operation: str, axes: Iterable[str]) -> Communicator | Lane | None:
     # The public functions split a call over axes with different communicators.
-    carriers = [_visible(operation, name).carrier for name in axes]
-    if any(carrier is not carriers[0] for carrier in carriers):
+    carriers = [_visible(operation, name).communicator for name in axes]
+    if any(communicator is not carriers[0] for communicator in carriers):
         raise ValueError(f"{operation} over {tuple(axes)}: these axes are bound in different places; name them apart")
     return carriers[0]
 
 
 def share_communicator(operation: str, axes: Iterable[str]) -> bool:
-    carriers = [_visible(operation, name).carrier for name in axes]
-    return all(carrier is carriers[0] for carrier in carriers)
+    carriers = [_visible(operation, name).communicator for name in axes]
+    return all(communicator is carriers[0] for communicator in carriers)
 
 
 def _visible(operation: str, name: str) -> Binding:

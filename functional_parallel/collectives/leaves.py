@@ -65,9 +65,9 @@ def _checked(operation: str, x: Tensor, axes: tuple[str, ...], name: str, value:
 
 def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Param) -> Tensor:
     for axis in axes:
-        carrier = communicator_for(operation, (axis,))
-        if isinstance(carrier, Lane):
-            result_type(operation, Type({axis: _known_state(x, carrier, params)}), (axis,), **params)
+        communicator = communicator_for(operation, (axis,))
+        if isinstance(communicator, Lane):
+            result_type(operation, Type({axis: _known_state(x, communicator, params)}), (axis,), **params)
     return primitives.apply_primitive(operation, x, axes, *params.values())
 
 

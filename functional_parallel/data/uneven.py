@@ -158,13 +158,13 @@ def _rows_that_fit(batch: PyTree, rows: int) -> int:
 
 
 def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
-    looks = {rank: batch_signature(sample, begin=1) for rank, sample in enumerate(samples) if sample is not None}
-    if len(set(looks.values())) > 1:
-        first = {look: rank for rank, look in reversed(looks.items())}
+    signatures = {rank: batch_signature(sample, begin=1) for rank, sample in enumerate(samples) if sample is not None}
+    if len(set(signatures.values())) > 1:
+        first = {look: rank for rank, look in reversed(signatures.items())}
         ranks = sorted(first.items(), key=lambda pair: pair[1])
         told = "; ".join(f"{rank_name(mesh, rank)} has {look}" for look, rank in ranks)
         raise UnevenBatchError(f"ranks have different samples: {told}")
-    return samples[min(looks)] if looks else None
+    return samples[min(signatures)] if signatures else None
 
 
 def batch_signature(batch: PyTree, begin: int = 0) -> str:

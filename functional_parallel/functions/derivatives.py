@@ -137,7 +137,7 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
     leaves, tree = optree.tree_flatten(primals)
     directions = tree.flatten_up_to(tangents)
     moving = [index for index, leaf in enumerate(leaves) if is_trained(leaf)]
-    run = f if isinstance(f, LocalFunction) and f.layout.axes else forward_first(f, lenient=True)
+    run = f if isinstance(f, LocalFunction) and f.applied.axes else forward_first(f, lenient=True)
 
     def flat(*values: torch.Tensor) -> tuple[tuple[Any, ...], optree.PyTreeSpec]:
         result = run(*filled(leaves, moving, values, tree))
@@ -192,7 +192,7 @@ def vmap(
         own = f if axis_name is not None else forward_first(f, lenient=True)
         return _vmap(own, in_dims, out_dims, axis_name=axis_name, **options)
     local = as_local_function(f).without_schedule()
-    if spmd_axis in local.layout.axes:
+    if spmd_axis in local.applied.axes:
         raise ValueError(f"fp.vmap(spmd_axis={spmd_axis!r}): {local} splits over {spmd_axis!r} itself already")
     return _mapped(local, in_dims, out_dims, spmd_axis, options)
 
@@ -206,7 +206,7 @@ def _mapped(
         leaves, tree = optree.tree_flatten(args)
         dims = dims_of_leaves(in_dims, args)
         of_one = tree.unflatten([_of_one(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
-        inner = f.layout.resolve(of_one, mesh)
+        inner = f.applied.resolve(of_one, mesh)
         specs = [_with_mapped(*each, axis) for each in zip(inner.specs, leaves, dims, strict=True)]
         return replace(Resolved.of(args, mesh, specs, name), inner=inner)
 
@@ -219,14 +219,14 @@ def _mapped(
         dims = dims_of_leaves((out_dims,), (value,))
         return value, tree.unflatten([_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)])
 
-    layout = replace(
-        f.layout,
-        axes=f.layout.axes if axis is None else (*f.layout.axes, axis),
-        describe=(*f.layout.describe, name),
+    applied = replace(
+        f.applied,
+        axes=f.applied.axes if axis is None else (*f.applied.axes, axis),
+        describe=(*f.applied.describe, name),
         resolvers=(),
         start=start,
     )
-    return LocalFunction(call, layout, f.name)
+    return LocalFunction(call, applied, f.name)
 
 
 def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> tuple[PyTree, ...]:
@@ -296,7 +296,7 @@ def _gradient_call(argnums: Argnums, has_aux: bool, name: str) -> Callable[..., 
 
 def _run_of(f: LocalFunction, resolved: Resolved) -> tuple[Callable[..., PyTree], Callable[[], SpecTree]]:
     run, specs = beside(partial(f.run, resolved))
-    return run if f.layout.axes else forward_first(run), specs  # a partitioned function traces its forward itself
+    return run if f.applied.axes else forward_first(run), specs  # a partitioned function traces its forward itself
 
 
 def unused(x: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Layout:
+class Applied:
     """How a local function lies on any mesh, and the requests of its transforms. All have the innermost one first."""
 
     axes: tuple[str, ...] = ()  # that the function is local to
@@ -53,7 +53,7 @@ class Layout:
     def __repr__(self) -> str:
         axes = ", ".join(map(repr, self.axes)) or "no axis"
         asked = f"; requests: {', '.join(map(str, self.requests))}" if self.requests else ""
-        return f"Layout({' → '.join(self.describe) or 'no transform'}; local over {axes}{asked})"
+        return f"Applied({' → '.join(self.describe) or 'no transform'}; local over {axes}{asked})"
 
     def resolve(self, args: tuple[PyTree, ...], mesh: Mesh) -> Resolved:
         found = self.start(args, mesh)
@@ -93,23 +93,23 @@ class LocalFunction:
     A call resolves its layout, and checks that its arguments match. Code that has resolved it calls `run`.
     """
 
-    __slots__ = ("__weakref__", "_call", "layout", "name")
+    __slots__ = ("__weakref__", "_call", "applied", "name")
 
-    def __init__(self, call: Callable[..., tuple[PyTree, SpecTree]], layout: Layout, name: str) -> None:
+    def __init__(self, call: Callable[..., tuple[PyTree, SpecTree]], applied: Applied, name: str) -> None:
         self._call = call
-        self.layout = layout
+        self.applied = applied
         self.name = name
 
     @with_short_tracebacks
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
-        args = bind_positional(self.layout.signature, self.name, args, named)
+        args = bind_positional(self.applied.signature, self.name, args, named)
         register_dataclasses(args)
         leaves, tree = optree.tree_flatten(args)
         mesh, specs = axis_mesh(), list(map(known_spec, leaves))  # of the trace around this call
         with _torch.disable_modes():
-            full = [_full(*each, self.layout.axes, mesh) for each in zip(leaves, specs, strict=True)]
-            resolved = self.layout.resolve(tree.unflatten(full), mesh)
-        axes = tuple(axis for axis in self.layout.axes if axis in mesh.axis_names)
+            full = [_full(*each, self.applied.axes, mesh) for each in zip(leaves, specs, strict=True)]
+            resolved = self.applied.resolve(tree.unflatten(full), mesh)
+        axes = tuple(axis for axis in self.applied.axes if axis in mesh.axis_names)
         checked = check_arguments(self, axes, resolved.specs, resolved.entered(args))
         return self.run(resolved, *checked)[0]
 
@@ -119,13 +119,13 @@ class LocalFunction:
 
     def resolve(self, args: tuple[PyTree, ...], mesh: Mesh) -> Resolved:
         """Return the layouts of full arguments (of tensors only shapes count), and what a run on shards needs."""
-        wide = self.layout.mesh(mesh)
+        wide = self.applied.mesh(mesh)
         with bind(wide.shape, None):
-            return self.layout.resolve(args, wide)
+            return self.applied.resolve(args, wide)
 
     @property
-    def specs(self) -> Layout:
-        return self.layout
+    def specs(self) -> Applied:
+        return self.applied
 
     def then(
         self,
@@ -137,35 +137,37 @@ class LocalFunction:
         resolver: Resolver | None = None,
     ) -> LocalFunction:
         """Return the function that a transform makes of this one. `call` takes its layouts and arguments."""
-        inner = self.layout
-        layout = replace(
+        inner = self.applied
+        applied = replace(
             inner,
             axes=inner.axes if axis is None else (*inner.axes, axis),
             describe=(*inner.describe, describe) if describe else inner.describe,
             resolvers=inner.resolvers if resolver is None else (*inner.resolvers, resolver),
             lies=inner.lies if lies is None else (*inner.lies, lies),
         )
-        return LocalFunction(call, layout, self.name)
+        return LocalFunction(call, applied, self.name)
 
     def requesting(self, *requests: Request) -> LocalFunction:
-        return self.with_layout(replace(self.layout, requests=(*self.layout.requests, *requests)))
+        return self.with_applied(replace(self.applied, requests=(*self.applied.requests, *requests)))
 
     def resolving(self, resolver: Resolver) -> LocalFunction:
         return self.then(self._call, resolver=resolver)
 
     def without_schedule(self) -> LocalFunction:
-        kept = [each.without_schedule() for each in self.layout.requests]
-        return self.with_layout(replace(self.layout, requests=tuple(each for each in kept if each is not None)))
+        kept = [each.without_schedule() for each in self.applied.requests]
+        return self.with_applied(replace(self.applied, requests=tuple(each for each in kept if each is not None)))
 
-    def with_layout(self, layout: Layout) -> LocalFunction:
-        return LocalFunction(self._call, layout, self.name)
+    def with_applied(self, applied: Applied) -> LocalFunction:
+        return LocalFunction(self._call, applied, self.name)
 
     def __str__(self) -> str:
-        return f"{' → '.join((self.name, *self.layout.describe))}"
+        return f"{' → '.join((self.name, *self.applied.describe))}"
 
     def __repr__(self) -> str:
-        first, *others = self.layout.signature.parameters if self.layout.signature is not None else ("params", "batch")
-        texts = ["; ".join(filter(None, each)) for each in zip(*self.layout.lies, strict=True)]
+        first, *others = (
+            self.applied.signature.parameters if self.applied.signature is not None else ("params", "batch")
+        )
+        texts = ["; ".join(filter(None, each)) for each in zip(*self.applied.lies, strict=True)]
         rows = zip((first, ", ".join(others)), texts, strict=False)
         return "\n".join([str(self), *(f"  {name}: {text}" for name, text in rows if text)])
 
@@ -193,11 +195,11 @@ def as_local_function(f: Callable[..., PyTree]) -> LocalFunction:
         register_dataclasses(result)
         return result, optree.tree_map(lambda _: P(), result)
 
-    return LocalFunction(call, Layout(signature=call_signature(f)), getattr(f, "__name__", type(f).__name__))
+    return LocalFunction(call, Applied(signature=call_signature(f)), getattr(f, "__name__", type(f).__name__))
 
 
-def layout_of(f: Callable[..., PyTree]) -> Layout:
-    return as_local_function(f).layout
+def applied_to(f: Callable[..., PyTree]) -> Applied:
+    return as_local_function(f).applied
 
 
 def axis_mesh() -> Mesh:

@@ -15,7 +15,7 @@ from torch import nn
 from sharding_specs import Mesh
 
 from ..errors import SideEffectError
-from ..functions import BatchSplit, functional, layout_of, require_no_gradient_hooks
+from ..functions import BatchSplit, applied_to, functional, require_no_gradient_hooks
 from ..optim import Optimizer, Schedule
 from ..optim import ema as averaged
 from ..requests import Buffers, DataAxis, owners_of, split_state, with_leaves
@@ -23,8 +23,8 @@ from ..runtime import world_size
 from ..training import Metrics, TrainStep, train_step
 from ..transforms import data_parallel
 from .habits import Habits
+from .module_writes import Writes
 from .torch_optimizers import rates_of, translated
-from .writes import Writes
 
 Model = Callable[..., Any]
 Tensors = dict[str, torch.Tensor]
@@ -115,11 +115,11 @@ def prepare(
 def _split(mesh: Mesh, plan: Plan | None, statistics: str) -> BatchSplit:
     if statistics not in ("rank", "all"):
         raise ValueError(f"prepare(statistics={statistics!r}): it is 'rank', as in torch, or 'all'")
-    layout = layout_of(_nothing if plan is None else plan(_nothing))
-    layout.mesh(mesh)  # raises if an axis of the plan is missing
-    axes = {*(each.axis for each in layout.all(DataAxis)), *owners_of(layout)}
+    applied = applied_to(_nothing if plan is None else plan(_nothing))
+    applied.mesh(mesh)  # raises if an axis of the plan is missing
+    axes = {*(each.axis for each in applied.all(DataAxis)), *owners_of(applied)}
     ranks = prod(mesh.axis_size(axis) for axis in axes)
-    return BatchSplit(ranks, prod(layout.virtual_sizes(mesh).values()), statistics == "all")
+    return BatchSplit(ranks, prod(applied.virtual_sizes(mesh).values()), statistics == "all")
 
 
 def _nothing(params: Any) -> None:
@@ -142,7 +142,9 @@ class PreparedStep:
         self.metrics: Metrics | None = None
         self._module, self._fn, self._plan, self._habits = module, fn, plan, habits
         held = (
-            name for each in train.states.arguments(*train.states.shapes(self.state.form, self.state)) for name in each
+            name
+            for each in train.states.arguments(*train.states.shapes(self.state.layout, self.state))
+            for name in each
         )
         named = dict(_tensors(module))
         self._writes, self._in_module = Writes({name: named[name] for name in held}), self.state

@@ -15,7 +15,7 @@ from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 from ..checker import Typing, is_zero, mismatch, record_input_specs, type_of, type_of_spec, warn_of_equal_copies
 from ..collectives import State, Type, bind
 from ..errors import BackendError, LayoutError, OutSpecError
-from ..functions import Layout, LocalFunction, PyTree, Resolved, SpecTree, as_local_function, filled, specs_per_leaf
+from ..functions import Applied, LocalFunction, PyTree, Resolved, SpecTree, as_local_function, filled, specs_per_leaf
 from ..ir import Traced, forget_rewrites, hollow, info, refuse_abstract, update_info
 from ..ops import refuse_idle
 from ..passes import Options, Settings, microbatch_splits, shard_aval
@@ -115,9 +115,9 @@ def lower(
     results. Only the shapes and dtypes of `args` are used. `watch` is told of the program after each pass.
     """
     step = _trace_step(f, mesh, args, specs, name, options, paths)
-    rewritten = Rewrite(step.settings, pipeline_of(step.layout), watch).run(step.program)
+    rewritten = Rewrite(step.settings, pipeline_of(step.applied), watch).run(step.program)
     rewritten.notes += step.notes
-    rewritten.requests = tuple(map(str, step.layout.requests))
+    rewritten.requests = tuple(map(str, step.applied.requests))
     for part in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
         forget_rewrites(part.traced.graph)
     if isinstance(rewritten, Program) and rewritten.is_captured:
@@ -128,7 +128,7 @@ def lower(
 def lower_uncut(f: LocalFunction, mesh: Mesh, args: tuple[PyTree, ...], resolved: Resolved) -> tuple[Program, Settings]:
     """Lower a local function up to the cut into the stages of its pipeline."""
     step = _trace_step(f, mesh, args, resolved, f.name, _DEFAULTS, ArgumentPaths())
-    Rewrite(step.settings, pipeline_of(step.layout)).on_step(step.program)
+    Rewrite(step.settings, pipeline_of(step.applied)).on_step(step.program)
     return step.program, step.settings
 
 
@@ -143,7 +143,7 @@ class _TracedStep:
     notes: tuple[str, ...]
     why: str  # why it cannot run
     layout_reads: dict[int, tuple[LayoutRead, str]]
-    layout: Layout
+    applied: Applied
     resolved: Resolved | None
 
     def lowered(self, program: Program | PipelineProgram) -> Lowered:
@@ -162,31 +162,31 @@ def _trace_step(
 ) -> _TracedStep:
     check_static_leaves(args, f"{name}, arguments")
     local, in_specs, out_specs = as_local_function(f), None, None
-    layout = local.layout
-    wide = layout.mesh(mesh)
-    if options.backend != "eager" and owners_of(layout):
+    applied = local.applied
+    wide = applied.mesh(mesh)
+    if options.backend != "eager" and owners_of(applied):
         raise ValueError(
             f"{name}: in {local} one rank runs ops that the others leave out, and a compiled region has ops of both "
             "kinds; use backend='eager', or leave master= out of the plan"
         )
-    if options.backend.endswith("cudagraphs") and pipeline_of(layout) is not None:
+    if options.backend.endswith("cudagraphs") and pipeline_of(applied) is not None:
         raise BackendError(
             f"{name}: the ranks of a pipeline run several programs per step, with messages in between, and "
             "backend='cudagraphs' captures one program; use backend='eager' or backend='inductor'"
         )
     if isinstance(specs, Resolved):
         resolved = specs
-        layout = replace(layout, requests=tuple(each.for_layers(specs.layers()) for each in layout.requests))
+        applied = replace(applied, requests=tuple(each.for_layers(specs.layers()) for each in applied.requests))
     else:
         in_specs, out_specs = specs
         leaves = optree.tree_leaves(per_argument(in_specs, args, name))
         resolved = Resolved.of(args, wide, leaves)
-    splits = microbatch_splits(args, resolved.arguments, wide, layout.virtual_sizes(mesh))
-    pipeline = pipeline_of(layout)
+    splits = microbatch_splits(args, resolved.arguments, wide, applied.virtual_sizes(mesh))
+    pipeline = pipeline_of(applied)
     virtual = None if pipeline is None else pipeline.virtual
-    settings = Settings(wide, splits, virtual, requested_passes(layout), options)
+    settings = Settings(wide, splits, virtual, requested_passes(applied), options)
     flat = _Flat(local, resolved, args, out_specs, name)
-    traced, types, assumptions = _traced(flat, mesh, settings, layout)
+    traced, types, assumptions = _traced(flat, mesh, settings, applied)
     why = valueless(traced)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
     _mark_inputs(traced, flat, paths, options.donate)
@@ -205,9 +205,9 @@ def _trace_step(
         lowering=functools.partial(lower, f, mesh, shapes, specs, name=name, options=options, paths=paths),
     )
     if out_specs is not UNCHECKED:
-        _check_results(program, types, layout.axes if isinstance(specs, Resolved) else wide.axis_names)
+        _check_results(program, types, applied.axes if isinstance(specs, Resolved) else wide.axis_names)
     known = specs if isinstance(specs, Resolved) else None
-    return _TracedStep(program, settings, flat, assumptions, _untrained(traced), why, layout_reads, layout, known)
+    return _TracedStep(program, settings, flat, assumptions, _untrained(traced), why, layout_reads, applied, known)
 
 
 class _Flat:
@@ -254,14 +254,16 @@ def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
     return [values[index] for index in chosen]
 
 
-def _traced(flat: _Flat, mesh: Mesh, settings: Settings, layout: Layout) -> tuple[Traced, list[Type], list[Assumption]]:
+def _traced(
+    flat: _Flat, mesh: Mesh, settings: Settings, applied: Applied
+) -> tuple[Traced, list[Type], list[Assumption]]:
     wide, splits = settings.mesh, settings.splits
 
     def checked(*values: torch.Tensor) -> list[torch.Tensor]:
         results = flat(*values)
-        transforms = [words for words in layout.describe if words not in _DERIVATIVES]
-        if transforms or layout.requests:  # there is a plan; it must split every axis that its constraints name
-            refuse_idle(layout.axes, mesh, transforms)
+        transforms = [words for words in applied.describe if words not in _DERIVATIVES]
+        if transforms or applied.requests:  # there is a plan; it must split every axis that its constraints name
+            refuse_idle(applied.axes, mesh, transforms)
         return results
 
     avals = [shard_aval(leaf, spec, wide, splits) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]

@@ -41,10 +41,10 @@ def _require_alike(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
     """Check shapes and dtypes. Torch's kernel does not check the sizes and writes past the ends of shorter tensors."""
     if p.shape == g.shape == m.shape == v.shape and p.dtype == g.dtype == m.dtype == v.dtype:
         return
-    looks = (f"{name} {tuple(x.shape)} {x.dtype}" for name, x in zip(_NAMES, (p, g, m, v), strict=True))
+    signatures = (f"{name} {tuple(x.shape)} {x.dtype}" for name, x in zip(_NAMES, (p, g, m, v), strict=True))
     raise ValueError(
-        f"adamw updates parameter, gradient and moments of one shape and dtype, not {', '.join(looks)}; give it the "
-        "gradients of these parameters, and the state that `init` or `update` returned for them"
+        f"adamw updates parameter, gradient and moments of one shape and dtype, not {', '.join(signatures)}; give it "
+        "the gradients of these parameters, and the state that `init` or `update` returned for them"
     )
 
 

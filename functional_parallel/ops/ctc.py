@@ -38,7 +38,7 @@ def _fake(log_probs: Tensor, *_: _Option) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
 
 
-class _Context(FunctionContext):
+class _LossContext(FunctionContext):
     inputs: int
     source: Source | None
 
@@ -50,13 +50,13 @@ class _Losses(torch.autograd.Function):
         return found
 
     @staticmethod
-    def setup_context(ctx: _Context, inputs: tuple[_Option, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: _LossContext, inputs: tuple[_Option, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(output[1])
         ctx.inputs, ctx.source = len(inputs), current_source()
 
     @staticmethod
-    def backward(ctx: _Context, cotangent: Tensor, of_slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LossContext, cotangent: Tensor, of_slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         if of_slopes is not None:
             raise _no_more(ctx.source)
         (slopes,) = ctx.saved_tensors

@@ -21,7 +21,7 @@ class Marker:
     apply: Callable[..., Tensor]  # `apply(x, *parameters)` applies it differentiably
 
 
-class _Context(Protocol):
+class _MarkContext(Protocol):
     parameters: int
 
 
@@ -45,15 +45,15 @@ def define_marker(
             return op(x, *parameters)
 
         @staticmethod
-        def setup_context(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+        def setup_context(ctx: _MarkContext, inputs: tuple[Any, ...], output: Tensor) -> None:
             ctx.parameters = len(inputs) - 1
 
         @staticmethod
-        def jvp(ctx: _Context, tangent: Tensor, *_: None) -> Tensor:
+        def jvp(ctx: _MarkContext, tangent: Tensor, *_: None) -> Tensor:
             return tangent.clone()
 
         @staticmethod
-        def backward(ctx: _Context, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: _MarkContext, cotangent: Tensor) -> tuple[Tensor | None, ...]:
             return cotangent, *(None,) * ctx.parameters
 
         @staticmethod

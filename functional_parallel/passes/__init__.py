@@ -5,11 +5,11 @@ leaves its meaning unchanged. Transforms add passes to a function's layout. Lowe
 `table`.
 """
 
-from .base import Completed, Phase, ProgramPass, RunningSum, Scope, Settings, StagedOps, Unit, run_pass
 from .buckets import Buckets
 from .budget import RematToBudget
 from .casts import CastBeforeGather, WidenedAndNarrowed
 from .cheap import RecomputeCheap
+from .early_reductions import EarlyReductions
 from .gather_again import GatherAgain
 from .gathers import GatherPlacement
 from .in_place import InPlaceUpdates
@@ -18,10 +18,10 @@ from .microbatches.split import microbatch_splits, shard_aval
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import bounds_of_part, combine_op, microbatch_dim, with_dim_size, with_global_size
 from .options import Options, pass_names
+from .program_pass import Completed, Phase, ProgramPass, RunningSum, Scope, Settings, StagedOps, Unit, run_pass
 from .reduce_types import ReduceDtype
-from .reductions import EarlyReductions
-from .remat import RecomputeMarked, Remat
-from .residuals import StoredResiduals, call_inline, restore
+from .rematerialize import RecomputeMarked, Remat
 from .shards_first import ReduceScatterFirst
+from .stored_residuals import StoredResiduals, call_inline, restore
 from .table import passes_of
 from .transposed import TransposedGradients

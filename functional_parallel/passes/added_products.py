@@ -22,7 +22,7 @@ from sharding_specs import Mesh
 
 from ..collectives import State
 from ..ir import Aval, AxisSet, Traced, axes_of_nodes, in_main_memory, info
-from .base import Phase, ProgramPass, Scope, Settings
+from .program_pass import Phase, ProgramPass, Scope, Settings
 
 aten = torch.ops.aten
 

@@ -31,8 +31,8 @@ from ..ir import (
     the_call,
 )
 from ..ops import PACK, UNPACK
-from .base import Phase, ProgramPass, Scope, Settings
 from .gathers import layer_of_gather
+from .program_pass import Phase, ProgramPass, Scope, Settings
 from .swap import is_view
 
 aten = torch.ops.aten

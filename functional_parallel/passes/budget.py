@@ -12,7 +12,7 @@ from torch import fx
 
 from ..errors import BudgetError
 from ..program import Memory, readable_bytes
-from .base import Phase, ProgramPass, Unit
+from .program_pass import Phase, ProgramPass, Unit
 from .recompute import insert_recompute
 from .remat_options import RematLadder, RematOption
 

@@ -14,7 +14,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, change_call, first_operand, info, primitive_name, reached, update_info
-from .base import Phase, ProgramPass
+from .program_pass import Phase, ProgramPass
 from .swap import is_cast, is_view
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from torch import fx
 
 from ..ir import Traced, forward_nodes, in_main_memory, info, operands_of, update_info
 from ..program import Storage, StorageTable, view_base
-from .base import Phase, ProgramPass, Scope, StagedOps, Unit
+from .program_pass import Phase, ProgramPass, Scope, StagedOps, Unit
 from .recompute import insert_recompute
 
 aten = torch.ops.aten
@@ -58,13 +58,13 @@ class CheapValues:
     """
 
     def __init__(self, traced: Traced) -> None:
-        self.traced, self.ledger = traced, StorageTable("", traced)
-        self.number = {node: index for index, node in enumerate(self.ledger.nodes)}
-        self.outputs = {s for out in traced.outputs if isinstance(out, fx.Node) for s in self.ledger.storages[out]}
+        self.traced, self.storages = traced, StorageTable("", traced)
+        self.number = {node: index for index, node in enumerate(self.storages.nodes)}
+        self.outputs = {s for out in traced.outputs if isinstance(out, fx.Node) for s in self.storages.storages[out]}
         self.values: dict[Storage, list[fx.Node]] = {}
         self.copies: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.ledger.nodes:
-            for storage in self.ledger.storages[node]:
+        for node in self.storages.nodes:
+            for storage in self.storages.storages[node]:
                 self.values.setdefault(storage, []).append(node)
             if info(node).recomputed:
                 self.copies.setdefault(info(node).forward_node, []).append(node)
@@ -77,7 +77,7 @@ class CheapValues:
         for node in reversed(forward_nodes(self.traced)):
             taken = self._operands_of_copy(node) if _is_cheap(node) else None
             if taken is not None:
-                own = self.ledger.made_by(node)
+                own = self.storages.made_by(node)
                 dropped.update(each for s in own for each in self.values[s] if not info(each).backward)
                 instead |= {(node, operand): copy for operand, copy in taken.items()}
         insert_recompute(self.traced, dropped, instead)
@@ -89,9 +89,9 @@ class CheapValues:
 
     def _operands_of_copy(self, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
         """Map operands to the value that a copy of `node` would read: it or its copy. None if `node` must stay."""
-        own = self.ledger.made_by(node)
+        own = self.storages.made_by(node)
         least = LEAST if in_main_memory(info(node).result(0)) else LEAST_ON_DEVICES
-        if sum(self.ledger.sizes[storage] for storage in own) < least or not self.may_drop(node):
+        if sum(self.storages.sizes[storage] for storage in own) < least or not self.may_drop(node):
             return None
         when = self._needed(own)
         if when is None:
@@ -104,7 +104,7 @@ class CheapValues:
                 return None
             taken[operand] = found
         for found in taken.values():
-            for storage in self.ledger.storages[found]:
+            for storage in self.storages.storages[found]:
                 self.wanted[storage] = min(when, self.wanted.get(storage, when))
         return taken
 
@@ -125,12 +125,12 @@ class CheapValues:
                     yield user
 
     def may_drop(self, node: fx.Node) -> bool:
-        return self.outputs.isdisjoint(self.ledger.made_by(node))
+        return self.outputs.isdisjoint(self.storages.made_by(node))
 
     def is_there(self, value: fx.Node, taker: fx.Node, when: int) -> bool:
         """Whether a value is still in memory at op `when` of the backward, so that a copy of `taker` can read it."""
-        spans, always = self.ledger.spans, (-1, len(self.number))
-        lives = (spans.get(storage, always) for storage in self.ledger.storages[value])
+        spans, always = self.storages.spans, (-1, len(self.number))
+        lives = (spans.get(storage, always) for storage in self.storages.storages[value])
         return self.number.get(value, -1) < when and all(last >= when for _, last in lives)
 
 
@@ -145,11 +145,11 @@ class _CheapInStages(CheapValues):
             for node in self.number
             if node in self.stage and node in staged.backward
             for operand in operands_of(node)
-            for storage in self.ledger.storages[operand]
+            for storage in self.storages.storages[operand]
         }
 
     def may_drop(self, node: fx.Node) -> bool:
-        users = (user for s in self.ledger.made_by(node) for user in self.users(s) if info(user).backward)
+        users = (user for s in self.storages.made_by(node) for user in self.users(s) if info(user).backward)
         return (
             super().may_drop(node)
             and node in self.stage
@@ -160,7 +160,7 @@ class _CheapInStages(CheapValues):
         own, staged = self.stage[taker], self.staged
         if value in staged.backward and (self.number[value] >= when or self.stage.get(value, own) != own):
             return False
-        storages = self.ledger.storages[value]
+        storages = self.storages.storages[value]
         return all(staged.is_held(s[0]) or ((own, s) in self.taken and not staged.is_repeated(s[0])) for s in storages)
 
 

@@ -16,8 +16,8 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, collective_call, forward_nodes, operands_of
 from ..program import view_base
-from .base import Phase, ProgramPass
 from .layer_index import made_of_parameters
+from .program_pass import Phase, ProgramPass
 from .recompute import insert_recompute
 
 

@@ -20,8 +20,8 @@ from sharding_specs import Mesh
 
 from ..collectives import MICROBATCH, CollectiveCall
 from ..ir import Role, Traced, collective_call, first_operand, forward_nodes, info, reached, walk_args
-from .base import Phase, ProgramPass
 from .layer_index import is_numbered, layer_of_path
+from .program_pass import Phase, ProgramPass
 from .recompute import insert_recompute
 from .swap import is_cast, is_view
 
@@ -50,7 +50,7 @@ class GatherPlacement(ProgramPass):
         gathered = self._gathered(traced)
         if not self.keep:
             insert_recompute(traced, gathered)
-        Placement(traced, self.axis, self.prefetch).place()
+        GatherPlan(traced, self.axis, self.prefetch).place()
 
     def _gathered(self, traced: Traced) -> set[fx.Node]:
         """Return the forward's gathers, the values that they are computed from, and views and casts of their results.
@@ -68,7 +68,7 @@ class GatherPlacement(ProgramPass):
         return found
 
 
-class Placement:
+class GatherPlan:
     """Moves the gathers of parameters over one axis, layer by layer."""
 
     def __init__(self, traced: Traced, axis: str, prefetch: int) -> None:

@@ -19,7 +19,7 @@ from sharding_specs import Mesh
 from ..ir import Traced, first_operand, info, operands_of, primitive_name
 from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, UNPACK, UNPACK_INTO
 from ..program import aliases_of, shares_memory, storage_root
-from .base import Phase, ProgramPass, Scope, Settings
+from .program_pass import Phase, ProgramPass, Scope, Settings
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ class Lifetimes:
     """The ops of a program by number. Copies do not read values of `elsewhere`: they are gathered again."""
 
     def __init__(self, traced: Traced, mesh: Mesh, elsewhere: Collection[fx.Node] = ()) -> None:
-        self.mesh, self.ledger = mesh, StorageTable("", traced)
-        self.nodes = self.ledger.nodes
+        self.mesh, self.storages = mesh, StorageTable("", traced)
+        self.nodes = self.storages.nodes
         self.number = {node: index for index, node in enumerate(self.nodes)}
         self._elsewhere = {self.number[node] for node in elsewhere if node in self.number}
         self._backward = [bool(info(node).backward) for node in self.nodes]
@@ -61,14 +61,16 @@ class Lifetimes:
         self._base = [None if (base := view_base(node)) is None else self.number.get(base, -1) for node in self.nodes]
         self._parts = [self._parts_of(node) for node in self.nodes]
         self._size = {
-            (self.number[node], index): size for (node, index), size in self.ledger.sizes.items() if node in self.number
+            (self.number[node], index): size
+            for (node, index), size in self.storages.sizes.items()
+            if node in self.number
         }
-        self._held = sum(size for (node, _), size in self.ledger.sizes.items() if node not in self.number)
+        self._held = sum(size for (node, _), size in self.storages.sizes.items() if node not in self.number)
         self._outputs = {self.number[out] for out in traced.outputs if isinstance(out, fx.Node) and out in self.number}
         self._results = {part for out in traced.outputs if isinstance(out, fx.Node) for part in self._parts_of(out)}
 
     def _parts_of(self, node: fx.Node) -> list[StorageId]:
-        return [(self.number[maker], index) for maker, index in self.ledger.storages[node] if maker in self.number]
+        return [(self.number[maker], index) for maker, index in self.storages.storages[node] if maker in self.number]
 
     def curve(self, dropped: Collection[int]) -> MemoryCurve:
         """Compute the bytes alive at each op, if these forward values were recomputed instead of saved."""

@@ -29,7 +29,7 @@ from ..ir import (
     reached,
     update_info,
 )
-from .base import Phase, ProgramPass
+from .program_pass import Phase, ProgramPass
 from .swap import commutes_with_sum, is_cast
 
 aten = torch.ops.aten

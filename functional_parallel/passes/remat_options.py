@@ -24,7 +24,7 @@ from ..ir import Traced, forward_nodes, info, operands_of, primitive_name, resid
 from ..program import flops
 from .layer_index import LayerIndex, made_of_parameters
 from .lifetimes import Lifetimes, LifetimeSummary
-from .remat import attention_cores, recomputable
+from .rematerialize import attention_cores, recomputable
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class RematLadder:
         sends to the next one, which has them anyway.
         """
         kept = {self.times.number[node] for node in sent if node in self.times.number}
-        at = max((self.times.number[node] for node in residuals(self.times.ledger.traced)), default=0)
+        at = max((self.times.number[node] for node in residuals(self.times.storages.traced)), default=0)
         own = {self.times.number[node] for node in saved if node in self.times.number}
         members = {index for index, segment in enumerate(self.segments) if not own.isdisjoint(segment.members)}
         yield RematOption(frozenset(), "nothing", "", peak)

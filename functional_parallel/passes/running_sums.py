@@ -17,7 +17,7 @@ from torch import fx
 
 from ..ir import info, operands_of, primitive_name
 from ..program import Program, shares_memory
-from .base import Phase, ProgramPass, Scope, Settings, Unit
+from .program_pass import Phase, ProgramPass, Scope, Settings, Unit
 
 aten = torch.ops.aten
 

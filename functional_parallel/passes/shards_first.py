@@ -16,7 +16,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, collective_call, info, the_call, update_info
-from .base import Phase, ProgramPass
+from .program_pass import Phase, ProgramPass
 from .swap import move_before_sums
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from sharding_specs import Mesh
 
 from ..ir import Traced, forget_values, simplify
-from .base import Phase, ProgramPass
+from .program_pass import Phase, ProgramPass
 
 
 @dataclass(frozen=True)

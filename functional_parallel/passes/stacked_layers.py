@@ -19,7 +19,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, collective_call, first_operand, info, operands_of, simplify
-from .base import Phase, ProgramPass, Settings
+from .program_pass import Phase, ProgramPass, Settings
 
 aten = torch.ops.aten
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from .added_products import AddedProducts
-from .base import ProgramPass, Settings
 from .buckets import Buckets
 from .budget import RematToBudget
 from .casts import CastBeforeGather, WidenedAndNarrowed
 from .cheap import RecomputeCheap
+from .early_reductions import EarlyReductions
+from .fused_views import FusedViews
 from .gather_again import GatherAgain
 from .gathers import GatherPlacement
 from .in_place import InPlaceUpdates
@@ -15,17 +16,16 @@ from .microbatches.one_microbatch import SumsOfOneMicrobatch
 from .microbatches.sequential import SequentialMicrobatches
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import UnrollMicrobatches
+from .program_pass import ProgramPass, Settings
 from .reduce_types import ReduceDtype
-from .reductions import EarlyReductions
-from .remat import RecomputeMarked, Remat
-from .residuals import ViewsAgain
+from .rematerialize import RecomputeMarked, Remat
 from .running_sums import RunningSums
 from .shards_first import ReduceScatterFirst
 from .simplified import Simplified
 from .stacked_layers import SeparateLayers
+from .stored_residuals import ViewsAgain
 from .transposed import TransposedGradients
 from .trivial import AxesOfOneRank
-from .views import FusedViews
 
 PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or option that requests it
     (AxesOfOneRank, "every program"),

@@ -16,7 +16,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, collective_call, first_operand, info, operands_of, primitive_name, update_info
-from .base import Phase, ProgramPass
+from .program_pass import Phase, ProgramPass
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 from sharding_specs import Mesh
 
 from ..ir import Traced, collective_call, info
-from .base import Phase, ProgramPass, Unit
+from .program_pass import Phase, ProgramPass, Unit
 
 _REDUCTIONS = ("psum", "pmax", "pmin")
 

@@ -3,8 +3,8 @@
 from .build import PipelineRequest, StagedStep, build, finest_stages, pipeline_of, stages_of
 from .cut import BALANCES, CutSpec, stage_of_layer
 from .execution import AsyncRankExecutor, Executor, RankExecutor, RunProgram, ScheduleRunner, slices_of
-from .memory import PipelineMemory
 from .pairs import pairs_of
-from .program import PipelineProgram
+from .pipeline_memory import PipelineMemory
+from .pipeline_program import PipelineProgram
 from .stacks import unstacked
 from .structure import updates_of

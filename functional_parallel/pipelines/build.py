@@ -11,7 +11,7 @@ from sharding_specs import Mesh
 
 from ..collectives import DimSplit
 from ..errors import PipelineError
-from ..functions import Layout, Request
+from ..functions import Applied, Request
 from ..ir import first_operand, info, operands_of, reached, source_of
 from ..passes import Settings, StagedOps, Unit, microbatch_dim
 from ..program import Program
@@ -21,7 +21,7 @@ from .cut import CutSpec, cut_of, finest
 from .epilogue import EpilogueBuilder, EpiloguePlacement
 from .epilogue_graph import EpilogueGraph
 from .extract import Extractor
-from .program import PipelineProgram
+from .pipeline_program import PipelineProgram
 from .prologue import Prologue, PrologueBuilder, PrologueOutput
 from .roles import OpRole, OpRoles
 from .stages import StageBuilder
@@ -56,8 +56,8 @@ class PipelineRequest(Request):
         return schedule.microbatches // updates_of(schedule)
 
 
-def pipeline_of(layout: Layout) -> PipelineRequest | None:
-    return layout.last(PipelineRequest)
+def pipeline_of(applied: Applied) -> PipelineRequest | None:
+    return applied.last(PipelineRequest)
 
 
 @dataclass(frozen=True, eq=False)

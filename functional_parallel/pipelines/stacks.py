@@ -16,7 +16,7 @@ def unstacked(f: LocalFunction, find: Callable[[PyTree], StackedTree], lies: tup
     """Convert a function of stacked parameters to a function of layers. `find` returns which parameters are stacks."""
 
     def start(args: tuple[PyTree, ...], mesh: Mesh) -> Resolved:
-        return replace(f.layout.start(args, mesh), stacks=find(args[0]))  # transforms inside do not shard this dim
+        return replace(f.applied.start(args, mesh), stacks=find(args[0]))  # transforms inside do not shard this dim
 
     def resolve(inner: Resolved) -> Resolved:
         stacks = inner.stacks
@@ -35,8 +35,8 @@ def unstacked(f: LocalFunction, find: Callable[[PyTree], StackedTree], lies: tup
         assert resolved.stacks is not None
         return f.run(resolved.inside, resolved.stacks.restack(params), *rest)
 
-    layout = f.then(f.run, resolver=resolve, lies=lies).layout
-    return LocalFunction(call, replace(layout, start=start), f.name)
+    applied = f.then(f.run, resolver=resolve, lies=lies).applied
+    return LocalFunction(call, replace(applied, start=start), f.name)
 
 
 def _of_layer(spec: P) -> P:

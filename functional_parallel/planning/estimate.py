@@ -101,48 +101,48 @@ def estimate(
     shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
     train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
     shapes, state = train.states.begun(shapes)
-    places = train.states.places(shapes)
-    kept = _kept(shapes, state, train, places, convention if optimizer is None else None)
-    pipeline = pipeline_of(train.f.layout)
+    layouts = train.states.layouts(shapes)
+    kept = _kept(shapes, state, train, layouts, convention if optimizer is None else None)
+    pipeline = pipeline_of(train.f.applied)
     axis = None if pipeline is None else pipeline.axis
     note = "" if axis is None else f"the rank of {axis!r} that holds most, with all that is no layer of a stack"
-    for name, rank in owners_of(train.f.layout).items():
+    for name, rank in owners_of(train.f.applied).items():
         note = f"rank {rank} of {name!r}, the master; the other ranks hold nothing between steps"
     found = []
-    for there in _where_layers_are(train, places):
-        parts = [_bytes(_only(tree, places.params, there), specs, mesh, *how) for tree, specs, *how in kept]
+    for there in _where_layers_are(train, layouts):
+        parts = [_bytes(_only(tree, layouts.params, there), specs, mesh, *how) for tree, specs, *how in kept]
         found.append(Estimate(parts[0], parts[1], parts[2], note))
     return max(found, key=lambda each: each.total)
 
 
 def _kept(
-    shapes: PyTree, state: PyTree, train: TrainStep, places: StepLayout, convention: str | Convention | None
+    shapes: PyTree, state: PyTree, train: TrainStep, layouts: StepLayout, convention: str | Convention | None
 ) -> list[Any]:
-    update = train.f.layout.last(UpdateSharding)
+    update = train.f.applied.last(UpdateSharding)
     whole = update is not None and update.whole_gradients
     if convention is None:
-        stored, state, specs = train.states.placed(places, shapes, state, fresh=False)
-        packed = places.packing.pack_whole(places.params)
-        partial = (places.params, places.kept) if whole else (packed, places.update)
-        return [(stored, places.kept), (*partial, None, False), (state, specs)]
-    shapes = places.by_layer(shapes, shapes, fresh=False)
-    packed = places.packing.pack_whole(shapes)
-    partial = (shapes, places.kept) if whole else (packed, places.update)
+        stored, state, specs = train.states.placed(layouts, shapes, state, fresh=False)
+        packed = layouts.packing.pack_whole(layouts.params)
+        partial = (layouts.params, layouts.kept) if whole else (packed, layouts.update)
+        return [(stored, layouts.kept), (*partial, None, False), (state, specs)]
+    shapes = layouts.by_layer(shapes, shapes, fresh=False)
+    packed = layouts.packing.pack_whole(shapes)
+    partial = (shapes, layouts.kept) if whole else (packed, layouts.update)
     each = _convention(convention)
     return [
-        (shapes, places.kept, each.parameters),
+        (shapes, layouts.kept, each.parameters),
         (*partial, each.gradients, False),
-        (packed, places.update, each.optimizer, False),
+        (packed, layouts.update, each.optimizer, False),
     ]
 
 
-def _where_layers_are(train: TrainStep, places: StepLayout) -> Iterator[PyTree]:
-    paths, tree = tree_paths(places.params), optree.tree_structure(places.params)
-    plan = pipeline_of(train.f.layout)
+def _where_layers_are(train: TrainStep, layouts: StepLayout) -> Iterator[PyTree]:
+    paths, tree = tree_paths(layouts.params), optree.tree_structure(layouts.params)
+    plan = pipeline_of(train.f.applied)
     if plan is None:
         yield tree.unflatten([True] * len(paths))
         return
-    lengths = {} if places.stacks is None else places.stacks.paths
+    lengths = {} if layouts.stacks is None else layouts.stacks.paths
     if not lengths:
         raise PipelineError(
             f"which parameters a rank of {plan.axis!r} holds follows from where the model is cut, and that from its "
@@ -174,9 +174,9 @@ def _convention(name: str | Convention) -> Convention:
 
 
 def _bytes(tree: PyTree, specs: SpecTree, mesh: Mesh, each: int | None = None, others: bool = True) -> int:
-    leaves, places = optree.tree_leaves(tree), optree.tree_leaves(broadcast_specs(specs, tree))
+    leaves, layouts = optree.tree_leaves(tree), optree.tree_leaves(broadcast_specs(specs, tree))
     total = 0
-    for leaf, spec in zip(leaves, places, strict=True):
+    for leaf, spec in zip(leaves, layouts, strict=True):
         if isinstance(leaf, torch.Tensor) and (others or is_trained(leaf)):
             parts = 1 + leaf.is_complex()  # a convention counts real and imaginary part as two elements
             size = each * parts if each is not None and is_trained(leaf) else leaf.dtype.itemsize

@@ -11,8 +11,7 @@ from .aliasing import (
     storage_root,
     view_base,
 )
-from .base import BaseProgram
-from .collectives import Collective, bytes_of, collectives_of, counts_of, keep_phases
+from .base_program import BaseProgram
 from .explain import Explanation, columns, parse_bytes, readable_bytes
 from .extra_memory import ExtraMemory
 from .hardware import HARDWARE, Hardware, Line, hardware_of
@@ -23,4 +22,5 @@ from .pass_table import PassTable, Watch
 from .price import Item, Price, price_of
 from .program import Program, has_owner
 from .purpose import RoleFinder
+from .traffic import Collective, bytes_of, collectives_of, counts_of, keep_phases
 from .work import flops, recompute_cost

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .collectives import Collective
+from .traffic import Collective
 
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "parameters", "source")
 _MOST_PATTERNS = 2

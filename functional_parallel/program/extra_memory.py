@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sharding_specs import Mesh
 
-from .collectives import Collective
+from .traffic import Collective
 
 
 class ExtraMemory:

@@ -14,7 +14,7 @@ import torch
 
 from sharding_specs import Mesh
 
-from .collectives import Collective
+from .traffic import Collective
 
 
 @dataclass(frozen=True)

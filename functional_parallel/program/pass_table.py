@@ -10,16 +10,16 @@ from typing import Any, TypeAlias
 
 from sharding_specs import Mesh
 
-from .collectives import collectives_of
 from .explain import columns, readable_bytes
 from .memory import memory_of
+from .traffic import collectives_of
 
 Watch: TypeAlias = Callable[[str, Any, Mesh], None]  # told of the last pass, the program and the mesh of the trace
 _HEADERS = ("pass", "ops", "collectives", "bytes sent", "peak of live tensors")
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class PassSnapshot:
     ops: int
     collectives: int
     bytes_sent: int
@@ -34,12 +34,12 @@ class PassRecorder:
     """Recorder of each program after each pass; the first entry is as traced, or as cut out of another program."""
 
     with_text: bool = False
-    moments: dict[str, list[tuple[str, Snapshot, str]]] = field(default_factory=dict)
+    moments: dict[str, list[tuple[str, PassSnapshot, str]]] = field(default_factory=dict)
 
     def add(self, name: str, program: Any, mesh: Mesh) -> None:
         found = [one for one in collectives_of(program.traced, mesh) if set(one.axes) <= set(program.mesh.axis_names)]
         ops, sent = len(list(program.traced.nodes)), sum(one.bytes for one in found)
-        snapshot = Snapshot(ops, len(found), sent, memory_of("", program.traced).peak)
+        snapshot = PassSnapshot(ops, len(found), sent, memory_of("", program.traced).peak)
         self.moments.setdefault(program.name, []).append((name, snapshot, str(program) if self.with_text else ""))
 
     def table(self, name: str, mesh: str, notes: tuple[str, ...]) -> PassTable:
@@ -75,8 +75,8 @@ class PassRecorder:
 @dataclass(frozen=True)
 class PassRow:
     name: str
-    before: Snapshot
-    after: Snapshot
+    before: PassSnapshot
+    after: PassSnapshot
     program: str
 
     def cells(self) -> tuple[str, ...]:

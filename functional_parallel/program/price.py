@@ -14,10 +14,10 @@ from sharding_specs import Mesh
 
 from ..ir import Aval, Traced, info, operands_of, primitive_name
 from .aliasing import readers_before_writes, view_base
-from .collectives import Collective, collective_of, phases_of
 from .explain import columns, readable_bytes
 from .hardware import Hardware
 from .overlap import is_started, overlapped
+from .traffic import Collective, collective_of, phases_of
 from .work import bytes_moved, flops
 
 

@@ -12,12 +12,12 @@ from sharding_specs import Mesh, P
 from ..ir import Traced, canonical_lines, collective_call, operands_of, program_text
 from ..ops import attention_notes
 from . import extra_memory
-from .base import BaseProgram
-from .collectives import Collective, collectives_of
+from .base_program import BaseProgram
 from .hardware import Hardware, hardware_of
 from .host import HostOp, host_ops
 from .memory import Memory, memory_of, with_copies
 from .price import Price, price_of
+from .traffic import Collective, collectives_of
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from sharding_specs import Mesh
 from .. import _torch
 from ..ir import OPS_ON_SHAPES, Aval, info, operands_of, walk_args
 from .aliasing import view_base
-from .collectives import collective_of
+from .traffic import collective_of
 
 aten = torch.ops.aten
 

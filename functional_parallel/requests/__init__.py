@@ -1,7 +1,7 @@
 """Requests of transforms, each a frozen object. Lowering and training serve them, and do not know the transforms."""
 
-from .axes import DataAxis, Master, Microbatches, Replicas, ReplicaState, owners_of
 from .buffers import Buffers, BufferState
+from .data_axis import DataAxis, Master, Microbatches, Replicas, ReplicaState, owners_of
 from .loss_scaling import LossScale, LossScaleState, ScaledState, ScaleLoss
 from .order import Order
 from .run_pass import RunPass, requested_passes

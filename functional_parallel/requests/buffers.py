@@ -14,7 +14,7 @@ import torch
 from sharding_specs import P, tree_paths
 
 from ..collectives import all_gather
-from ..functions import Layout, PyTree, SpecTree
+from ..functions import Applied, PyTree, SpecTree
 from .state_request import StateRequest
 
 
@@ -38,7 +38,7 @@ class Buffers(StateRequest):
                 f"buffers=True) makes it; found {', '.join(wrong) or type(self.first).__name__}"
             )
 
-    def init(self, params: PyTree, layout: Layout) -> PyTree:
+    def init(self, params: PyTree, applied: Applied) -> PyTree:
         return optree.tree_map(torch.Tensor.detach, self.first)
 
     def returned(self, new: PyTree, specs: SpecTree, leaves: PyTree) -> PyTree:

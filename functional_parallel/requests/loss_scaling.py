@@ -13,7 +13,7 @@ import optree
 import torch
 
 from ..errors import LossScaleError
-from ..functions import Layout, PyTree
+from ..functions import Applied, PyTree
 from ..ir import scalar_beside
 from ..quantities import is_number, is_positive_int
 from .state_request import StateRequest, Update
@@ -134,7 +134,7 @@ class ScaleLoss(StateRequest):
     tree: ClassVar[type[ScaledState]] = ScaledState
     may_skip: ClassVar[bool] = True
 
-    def init(self, params: PyTree, layout: Layout) -> LossScaleState:
+    def init(self, params: PyTree, applied: Applied) -> LossScaleState:
         first = self.rules.init()
         return LossScaleState(*(scalar_beside(params, x.item(), x.dtype) for x in first))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..functions import Layout, Request
+from ..functions import Applied, Request
 from ..passes import ProgramPass, Scope
 
 
@@ -17,5 +17,5 @@ class RunPass(Request):
         return f"pass {self.run.name!r}{'' if scope is Scope.STEP else f' on each {scope.value}'}"
 
 
-def requested_passes(layout: Layout) -> tuple[ProgramPass, ...]:
-    return tuple(each.run for each in layout.all(RunPass))
+def requested_passes(applied: Applied) -> tuple[ProgramPass, ...]:
+    return tuple(each.run for each in applied.all(RunPass))

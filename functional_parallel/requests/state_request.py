@@ -10,7 +10,7 @@ import torch
 
 from sharding_specs import P, broadcast_specs
 
-from ..functions import BufferTree, Layout, PyTree, Request, SpecTree
+from ..functions import Applied, BufferTree, PyTree, Request, SpecTree
 
 _TREES: set[type[Any]] = set()  # of all requests
 
@@ -51,7 +51,7 @@ class StateRequest(Request):
     def stored(self, params: PyTree) -> PyTree:
         return params
 
-    def init(self, params: PyTree, layout: Layout) -> PyTree:
+    def init(self, params: PyTree, applied: Applied) -> PyTree:
         """Return the leaves of the first state, from the parameters of `trained` and the layout of the loss."""
         return None
 
@@ -89,8 +89,8 @@ class StateRequest(Request):
         """Raise if the leaves, full tensors, show that training failed."""
 
 
-def state_requests(layout: Layout) -> tuple[StateRequest, ...]:
-    return layout.all(StateRequest)
+def state_requests(applied: Applied) -> tuple[StateRequest, ...]:
+    return applied.all(StateRequest)
 
 
 def loss_arguments(requests: Sequence[StateRequest], leaves: Sequence[PyTree]) -> tuple[PyTree, ...]:

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import optree
 import torch
 
-from ..functions import Layout, PyTree, SpecTree
+from ..functions import Applied, PyTree, SpecTree
 from .state_request import StateRequest, Update
 from .update_sharding import flat_update
 
@@ -55,8 +55,8 @@ class Masters(StoredType):
     def trained(self, params: PyTree) -> PyTree:
         return self._mapped(lambda leaf: leaf.float() if leaf.dtype.itemsize < 4 else leaf, params)
 
-    def init(self, params: PyTree, layout: Layout) -> PyTree:
-        if flat_update(layout):  # one vector holds the masters of several parameters
+    def init(self, params: PyTree, applied: Applied) -> PyTree:
+        if flat_update(applied):  # one vector holds the masters of several parameters
             return params
         return self._mapped(lambda leaf: leaf, params, other=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..functions import Layout, PyTree, Request
+from ..functions import Applied, PyTree, Request
 
 
 @dataclass(frozen=True)
@@ -30,5 +30,5 @@ class SummedApart(Request):
         return "kept parameters summed apart"
 
 
-def flat_update(layout: Layout) -> bool:
-    return any(each.flat for each in layout.all(UpdateSharding))
+def flat_update(applied: Applied) -> bool:
+    return any(each.flat for each in applied.all(UpdateSharding))

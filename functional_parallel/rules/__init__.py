@@ -2,12 +2,12 @@
 
 from .aten.losses import cross_entropy
 from .aten.norms import batch_norm, batch_norm_formula
-from .aten.shapes import reshaped_place
+from .aten.rearrangements import reshaped_place
 from .axis_layout import PARTIAL, REDUCED, REPLICATED, AxisLayout, Owned, Reduced, Replicated, Shard, shard_shape
 from .convert import REPLICATED_VARYING, TargetLayout, convert
 from .decide import OperandInfo, OpSharding, SplitFactor, choose_sharding, factor_sizes, find_factor, placed
 from .duplicates import mask_duplicates
-from .notation import RuleText, parse_rule
 from .op_context import OpContext
 from .registry import Rule, lookup, register_rule, rule
+from .rule_text import RuleText, parse_rule
 from .texts import ndim_of, whole_along

@@ -15,7 +15,7 @@ from ..collectives import DimSplit
 from ..errors import RuleError
 from ..ir import Aval
 from .axis_layout import PARTIAL, REPLICATED, AxisLayout, Partial, Shard
-from .notation import RuleText
+from .rule_text import RuleText
 
 Factors = tuple[tuple[str, ...], ...]
 

@@ -13,7 +13,7 @@ from torch.fx.node import Target
 from .. import _torch
 from ..errors import RuleError
 from ..ir import origin_of, register_differentiable, tensor_operands, where
-from .notation import RuleText, parse_rule
+from .rule_text import RuleText, parse_rule
 from .texts import pointwise_text, results_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from sharding_specs import Mesh
 
 from .. import _torch
 from ..errors import CollectiveError, PipelineError
-from ..functions import LocalFunction, PyTree, layout_of
+from ..functions import LocalFunction, PyTree, applied_to
 from ..pipelines import pipeline_of
 from .interface import Runtime
 from .launchers import launch_of_environment, seeming_launch
@@ -48,12 +48,12 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
 
 def runtime_of(mesh: Mesh, f: Callable[..., PyTree], reduction: str = "fast") -> Runtime[Any, Any]:
     base = default_runtime(mesh, reduction)
-    plan = pipeline_of(layout_of(f))
+    plan = pipeline_of(applied_to(f))
     return base if plan is None or isinstance(base, Bystander) else PipelineRuntime(base, plan.axis)
 
 
 def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
-    plan = pipeline_of(f.layout)
+    plan = pipeline_of(f.applied)
     if plan is not None and plan.on(mesh).versions is not None:
         raise PipelineError(
             f"{plan.on(mesh).name} updates weights while microbatches are in flight: use it in fp.train_step only; "

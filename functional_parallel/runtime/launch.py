@@ -34,7 +34,7 @@ _LOOK_EVERY = 1.0
 _FAR = 2  # an error about other ranks: one of them has failed, or ends at the same time
 
 
-class _Rank(NamedTuple):
+class _LaunchedRank(NamedTuple):
     process: BaseProcess
     pipe: Any
 
@@ -79,7 +79,7 @@ def launch(f: Callable[..., Result], ranks: int, *args: Any, start: str | None =
     """
     context = multiprocessing.get_context(_start_method(ranks, start))
     call: Any = (f, args) if context.get_start_method() == "fork" else _pickled(f, args)
-    running: list[_Rank] = []
+    running: list[_LaunchedRank] = []
     store = None
     try:
         for number in range(ranks):
@@ -136,14 +136,14 @@ def _pickled(f: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return result
 
 
-def _started(context: Any, number: int, ranks: int, call: Any) -> _Rank:
+def _started(context: Any, number: int, ranks: int, call: Any) -> _LaunchedRank:
     mine, its = context.Pipe()
     process = context.Process(target=_run, args=(number, ranks, its, call), name=f"rank {number}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         process.start()
     its.close()  # so that the pipe ends when the process does
-    return _Rank(process, mine)
+    return _LaunchedRank(process, mine)
 
 
 # --- On a rank ---
@@ -197,7 +197,7 @@ def _failure(error: BaseException) -> _Failure:
 # --- Results and failures of ranks ---
 
 
-def _collected(running: list[_Rank]) -> list[Any]:
+def _collected(running: list[_LaunchedRank]) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, _Failure] = {}
     deadline = float("inf")
@@ -215,7 +215,7 @@ def _collected(running: list[_Rank]) -> list[Any]:
     return [results[number] for number in range(len(running))]
 
 
-def _look(number: int, rank: _Rank, results: dict[int, Any], failures: dict[int, _Failure]) -> None:
+def _look(number: int, rank: _LaunchedRank, results: dict[int, Any], failures: dict[int, _Failure]) -> None:
     ended = not rank.process.is_alive()  # read first: all that an ended process sent has arrived
     try:
         sent = rank.pipe.recv() if rank.pipe.poll() else None

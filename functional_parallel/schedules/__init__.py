@@ -3,18 +3,21 @@
 Schedules can also be drawn and searched. This package does not import torch: a schedule is lists of numbers.
 """
 
+import warnings
+from typing import Any
+
 from . import command
 from .actions import Action, Schedule, Versions, count, rows
-from .asynchronous import pipedream, two_bw
 from .automatic import zb_auto
 from .check import check, kept_versions, peaks
-from .dependencies import receiving_stage, replay
 from .dualpipe import dualpipe, dualpipe_v
+from .families import FAMILIES, Family, for_ranks, get, stages_for
 from .interleaved import breadth_first, interleaved
 from .messages import Receive, Send, check_messages, messages
 from .one_stage import eager_one_f_one_b, gpipe, naive, one_f_one_b
-from .registry import FAMILIES, Family, for_ranks, get, stages_for
-from .search import Layer, Machine, Plan, balanced_cut, check_search, search
+from .pipedream import pipedream, two_bw
+from .predecessors import receiving_stage, replay
+from .search import Layer, Machine, ScheduleChoice, balanced_cut, check_search, search
 from .simulate import Costs, Event, Timeline, simulate
 from .timeline import chrome_trace, plot, summary, timeline_text
 from .torch_csv import from_csv, to_csv
@@ -29,9 +32,9 @@ __all__ = [
     "Family",
     "Layer",
     "Machine",
-    "Plan",
     "Receive",
     "Schedule",
+    "ScheduleChoice",
     "Send",
     "Timeline",
     "Versions",
@@ -70,3 +73,10 @@ __all__ = [
     "zb_h2",
     "zb_v",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Plan":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("fp.schedules.Plan was renamed: write fp.schedules.ScheduleChoice", DeprecationWarning, stacklevel=2)
+    return ScheduleChoice

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..errors import ScheduleError
 from .actions import ACTION_KINDS, Action, Schedule, count
-from .dependencies import gradients_of_input, replay, waits_for
+from .predecessors import gradients_of_input, replay, waits_for
 from .simulate import Costs, peak_of
 
 

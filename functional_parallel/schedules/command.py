@@ -12,7 +12,7 @@ from ..errors import ScheduleError
 from .actions import Schedule, rows
 from .automatic import zb_auto
 from .check import check
-from .registry import FAMILIES, family, for_ranks, get
+from .families import FAMILIES, family, for_ranks, get
 from .simulate import Costs, Timeline, simulate
 from .timeline import chrome_trace, plot, summary, timeline_text
 from .torch_csv import to_csv

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..errors import ScheduleError
 from .actions import Action, Schedule
-from .dependencies import gradients_of_input, receiving_stage, replay, waits_for
+from .predecessors import gradients_of_input, receiving_stage, replay, waits_for
 
 
 class Send(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ScheduleError
 from ..quantities import is_non_negative, is_positive, is_positive_int
 from .actions import Schedule
-from .registry import FAMILIES, for_ranks, stages_for
+from .families import FAMILIES, for_ranks, stages_for
 from .simulate import Costs, Timeline, simulate
 
 SYNCHRONOUS = tuple(name for name in FAMILIES if name not in ("pipedream", "2bw", "zb-auto"))
@@ -92,7 +92,7 @@ def _require(what: str, name: str, value: object, legal: Callable[[Any], bool], 
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScheduleChoice:
     """A choice of schedule, depth and microbatch, with its predicted costs.
 
     Args:
@@ -129,7 +129,7 @@ def search(
     names: Sequence[str] = SYNCHRONOUS,
     chunks: int = 2,
     sample: float = 0.0,
-) -> list[Plan]:
+) -> list[ScheduleChoice]:
     """Return all plans that fit in memory, the fastest first.
 
     >>> from functional_parallel.schedules import Layer, Machine, search
@@ -186,7 +186,7 @@ def check_search(machine: object, names: object, chunks: object) -> None:
 
 def _plans(
     layers: Sequence[Layer], machine: Machine, batch: int, names: Sequence[str], chunks: int, sample: float
-) -> Iterator[Plan]:
+) -> Iterator[ScheduleChoice]:
     for depth in _divisors(machine.ranks):
         replicas = machine.ranks // depth
         if batch % replicas:
@@ -214,7 +214,7 @@ def _plan(
     replicas: int,
     microbatch: int,
     batch: float,
-) -> Plan:
+) -> ScheduleChoice:
     cuts = balanced_cut([layer.time for layer in layers], schedule.depth)
     stages = [layers[first:end] for first, end in cuts] * schedule.chains
 
@@ -243,7 +243,7 @@ def _plan(
         for row, size in zip(timeline.events, reduced, strict=True)
     ]
     memory = batch / replicas + max(state + peak for state, peak in zip(held, timeline.peaks, strict=True))
-    return Plan(name, schedule.ranks, replicas, microbatch, cuts, max(ends), memory, timeline)
+    return ScheduleChoice(name, schedule.ranks, replicas, microbatch, cuts, max(ends), memory, timeline)
 
 
 def _activation(stage: Sequence[Layer]) -> float:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..errors import ScheduleError
 from ..quantities import is_non_negative, is_positive
 from .actions import Action, Schedule
-from .dependencies import receiving_stage, replay_groups
+from .predecessors import receiving_stage, replay_groups
 
 PerStage = float | Sequence[float]
 

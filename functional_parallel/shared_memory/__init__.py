@@ -5,7 +5,7 @@ It registers itself.
 
 from ..program import extra_memory
 from ..runtime import TRANSPORTS, Transport
-from .communicator import SharedMemoryCommunicator
+from .shared_communicator import SharedMemoryCommunicator
 from .sizes import SharedMemorySizes
 from .zero_copy import ZeroCopyProgram
 

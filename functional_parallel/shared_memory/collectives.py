@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .memory import CollectiveSteps, SharedMemory
+from .mapped_memory import CollectiveSteps, SharedMemory
 from .packed import ConcatReader, LazyBucket, Operand
 from .slots import AHEAD, aligned, places, slot_bytes
 from .unpacked import DirectOutputs

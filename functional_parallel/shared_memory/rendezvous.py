@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime import GroupWaits
-from .memory import MappedMemory, SharedMemory, anonymous_memory
+from .mapped_memory import MappedMemory, SharedMemory, anonymous_memory
 
 _HELLO = struct.Struct("<16si")
 _SECONDS_TO_MEET = 20.0

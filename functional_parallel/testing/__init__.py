@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from .elementwise import assert_elementwise
+from .elementwise_update import assert_elementwise
 from .equivalence import assert_equivalent
 from .rule_check import check_rule
 from .same import assert_same

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..functions import PyTree
 from ..ir import VIEWS, argument, as_complex, as_real, info, is_trained
-from ..partition import prepare
+from ..partitioner import prepare
 from ..rules import cross_entropy
 from .intermediate import traced_leaves
 

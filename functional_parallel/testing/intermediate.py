@@ -15,7 +15,7 @@ from ..compile import compile
 from ..errors import NotEquivalentError
 from ..functions import PyTree, filled
 from ..ir import Traced, at_source, aval_of, eval_node, grad_mode_of, info, source_of, walk_args, where
-from ..partition import prepare
+from ..partitioner import prepare
 from ..tracing import trace
 from .compare import compare
 

@@ -17,7 +17,7 @@ from ..compile import compile
 from ..errors import FalseRuleError, NotEquivalentError, UncheckedRuleError
 from ..functions import PyTree, grad_and_value
 from ..ir import as_real, aval_of, differentiable_form, is_trained
-from ..partition import partition
+from ..partitioner import partition
 from ..program import Program
 from ..runtime import SimulatedRuntime
 from ..transforms import accumulate
@@ -71,7 +71,7 @@ def check_rule(
     coverage = _Coverage(op, tuple(ranks))
 
     def check(number: int, sample: tuple[PyTree, ...]) -> None:
-        _Check(sample_of(op, number, sample), coverage, exact, rtol).run()
+        _RuleCheck(sample_of(op, number, sample), coverage, exact, rtol).run()
 
     for_all(samples, check)
     coverage.require()
@@ -114,7 +114,7 @@ class _Coverage:
 # --- Running one sample ---
 
 
-class _Check:
+class _RuleCheck:
     def __init__(self, sample: Sample, coverage: _Coverage, exact: bool, rtol: float | None) -> None:
         self.sample, self.coverage, self.exact, self.rtol = sample, coverage, exact, rtol
         self.generator = torch.Generator().manual_seed(sample.number)

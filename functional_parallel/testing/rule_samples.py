@@ -14,7 +14,7 @@ from torch import fx
 
 from ..functions import PyTree, filled
 from ..ir import Aval, Traced, aval_of, eval_node, tensor_operands
-from ..partition import prepare
+from ..partitioner import prepare
 from ..rules import RuleText, lookup
 from ..tracing import recorder
 from .intermediate import traced_leaves

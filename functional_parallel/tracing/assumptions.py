@@ -110,13 +110,13 @@ class ProgramCache(Generic[T]):
 
 
 def _difference(key: Key, last: Key) -> str:
-    (tree, looks), (last_tree, last_looks) = key, last
+    (tree, signatures), (last_tree, last_looks) = key, last
     if tree != last_tree:
         return "its arguments have another structure than before"
-    paths = tree_paths(tree.unflatten(range(len(looks))))
+    paths = tree_paths(tree.unflatten(range(len(signatures))))
     changes = [
         f"{path or 'the argument'} is {_text(look)} after {_text(before)}"
-        for path, look, before in zip(paths, looks, last_looks, strict=True)
+        for path, look, before in zip(paths, signatures, last_looks, strict=True)
         if look != before
     ]
     return ", ".join([*changes[:_MOST], *(["and more"] if len(changes) > _MOST else [])])

@@ -37,7 +37,7 @@ from ..ir import (
 )
 from .assumptions import assume
 from .straight_through import OP as STRAIGHT_THROUGH
-from .writer import Writer
+from .writer import TraceWriter
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ def outside_trace() -> Iterator[None]:
         yield
 
 
-def value_of(recording: Writer, x: torch.Tensor) -> torch.Tensor | None:
+def value_of(recording: TraceWriter, x: torch.Tensor) -> torch.Tensor | None:
     """Return the values of a tensor, if they depend neither on an argument nor on the rank; else None.
 
     The program is used only while the closed-over tensors that are read here stay the same.
@@ -100,7 +100,9 @@ def assume_constants(traced: Traced, wanted: fx.Node) -> None:
             assume(partial(_content, traced.constants[str(node.target)]))
 
 
-def fold_constants(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument | NotImplementedType:
+def fold_constants(
+    recording: TraceWriter, func: _torch.Op, args: Args, kwargs: Kwargs
+) -> Argument | NotImplementedType:
     """Return the result of an op with known operands. NotImplemented if an operand is not known."""
     values: dict[int, torch.Tensor] = {}
     for x in filter(torch.is_tensor, optree.tree_leaves((args, kwargs))):
@@ -113,7 +115,7 @@ def fold_constants(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwarg
         return func(*own_args, **own_kwargs)
 
 
-def _evaluated(recording: Writer, wanted: fx.Node) -> torch.Tensor | None:
+def _evaluated(recording: TraceWriter, wanted: fx.Node) -> torch.Tensor | None:
     values: dict[fx.Node, Any] = {}
     for node in topological_order(wanted, _needed, values):
         values[node] = None if node.op == "call_function" else _given(recording, node)
@@ -146,7 +148,7 @@ def draws(node: fx.Node) -> bool:
     return str(node.target) in ("fp.uniform.default", "fp.kept.default")
 
 
-def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:
+def _given(recording: TraceWriter, node: fx.Node) -> torch.Tensor | None:
     traced = recording.traced
     if node.op == "get_attr":
         value = traced.constants[str(node.target)]

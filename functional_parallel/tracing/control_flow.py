@@ -17,13 +17,13 @@ from .. import _torch
 from ..errors import TracingError
 from ..ir import Args, Kwargs, current_source
 from .constant_folding import outside_trace, value_of
-from .writer import Writer
+from .writer import TraceWriter
 
 Branch = Callable[..., Any]
 Operands = Sequence[Argument]
 
 
-def unrolled(recording: Writer, op: _torch.HigherOrderOp, args: Args, kwargs: Kwargs) -> Argument:
+def unrolled(recording: TraceWriter, op: _torch.HigherOrderOp, args: Args, kwargs: Kwargs) -> Argument:
     rules: dict[str, Branch] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
     rule = rules.get(op.name())
     if rule is None:
@@ -36,7 +36,7 @@ def unrolled(recording: Writer, op: _torch.HigherOrderOp, args: Args, kwargs: Kw
 
 
 def _cond(
-    recording: Writer, pred: torch.Tensor | bool, true_fn: Branch, false_fn: Branch, operands: Operands = ()
+    recording: TraceWriter, pred: torch.Tensor | bool, true_fn: Branch, false_fn: Branch, operands: Operands = ()
 ) -> Argument:
     known = _truth(
         recording, pred, "the branch of torch.cond", "compute both and choose, torch.where(pred, on_true, on_false)"
@@ -45,7 +45,7 @@ def _cond(
 
 
 def _while_loop(
-    recording: Writer, cond_fn: Branch, body_fn: Branch, carried: Operands, additional: Operands = ()
+    recording: TraceWriter, cond_fn: Branch, body_fn: Branch, carried: Operands, additional: Operands = ()
 ) -> Args:
     values = tuple(carried)
     advice = "run a fixed number of rounds, and keep finished values by torch.where(done, old, new)"
@@ -54,7 +54,7 @@ def _while_loop(
     return values
 
 
-def _scan(recording: Writer, combine_fn: Branch, init: Operands, xs: Operands, additional: Operands = ()) -> Args:
+def _scan(recording: TraceWriter, combine_fn: Branch, init: Operands, xs: Operands, additional: Operands = ()) -> Args:
     carry, rows = list(init), []
     for row in zip(*(x.unbind(0) for x in xs), strict=True):
         results = combine_fn(*carry, *row, *additional)
@@ -63,7 +63,7 @@ def _scan(recording: Writer, combine_fn: Branch, init: Operands, xs: Operands, a
     return (*carry, *(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-def _truth(recording: Writer, value: torch.Tensor | bool | Sequence[torch.Tensor], what: str, advice: str) -> bool:
+def _truth(recording: TraceWriter, value: torch.Tensor | bool | Sequence[torch.Tensor], what: str, advice: str) -> bool:
     if isinstance(value, (tuple, list)):
         (value,) = value
     known = value_of(recording, value) if isinstance(value, torch.Tensor) else value

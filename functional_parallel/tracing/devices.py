@@ -16,7 +16,7 @@ from .closed_over import closed_over
 from .interception import Replaced, intercept
 
 if TYPE_CHECKING:
-    from .writer import Writer
+    from .writer import TraceWriter
 
 Device = torch.device | str | int
 
@@ -84,7 +84,7 @@ def _new_tensor(
 # --- Operands on two devices ---
 
 
-def require_one_device(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> None:
+def require_one_device(recording: TraceWriter, func: _torch.Op, args: Args, kwargs: Kwargs) -> None:
     tensors = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     found = sorted(devices_of(tensors).items(), key=lambda each: each[0].type == "cpu")
     if len(found) < 2:
@@ -106,7 +106,7 @@ def devices_of(tensors: Iterable[Any]) -> dict[torch.device, Any]:
     return found
 
 
-def _named(recording: Writer | None, x: torch.Tensor) -> str:
+def _named(recording: TraceWriter | None, x: torch.Tensor) -> str:
     while recording is not None:
         node = recording.value(x)
         while node is not None and node.target in VIEWS:

@@ -22,14 +22,14 @@ from ..errors import MutationError
 from ..ir import Args, Kwargs, current_source, declares_writes, info, named_arguments, out_of_place
 from .straight_through import OP as STRAIGHT_THROUGH
 from .view_chains import View, are_apart
-from .writer import Writer
+from .writer import TraceWriter
 
 aten = torch.ops.aten
 
 _CHANGE_MEMORY = {aten.resize_, aten.resize_as_, aten.set_}
 
 
-def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
+def mutate(recording: TraceWriter, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
     """Record an in-place op, and return its target: the first argument or `out`. Return the results of a custom op."""
     if func.overloadpacket in _CHANGE_MEMORY:
         raise MutationError(
@@ -63,7 +63,7 @@ def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Ar
     return target
 
 
-def _written_node(recording: Writer, func: _torch.Op, target: torch.Tensor) -> fx.Node:
+def _written_node(recording: TraceWriter, func: _torch.Op, target: torch.Tensor) -> fx.Node:
     old = recording.value(target)
     if old is None or recording.aliases.chain(old)[0] in recording.closed_over:
         raise MutationError(
@@ -75,7 +75,7 @@ def _written_node(recording: Writer, func: _torch.Op, target: torch.Tensor) -> f
     return old
 
 
-def _written_by_schema(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
+def _written_by_schema(recording: TraceWriter, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
     form, given = out_of_place(func), named_arguments(func, args, kwargs)
     targets = form.targets(given)
     for target in targets:
@@ -94,7 +94,7 @@ def _written_by_schema(recording: Writer, func: _torch.Op, args: Args, kwargs: K
 
 
 def _require_apart(
-    recording: Writer, func: _torch.Op, targets: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
+    recording: TraceWriter, func: _torch.Op, targets: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
 ) -> None:
     chains = [recording.aliases.chain(recording.node_of(x)) for x in operands]
     for (index, one), (number, other) in permutations(enumerate(operands), 2):
@@ -108,7 +108,7 @@ def _require_apart(
             )
 
 
-def _written_out(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
+def _written_out(recording: TraceWriter, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
     target = kwargs.pop("out")
     with recording:
         result = twin(*args, **kwargs)
@@ -121,7 +121,7 @@ def _written_out(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args
     return target
 
 
-def _new_value(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> fx.Node:
+def _new_value(recording: TraceWriter, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> fx.Node:
     target = args[0]
     with recording:  # records the calls
         if func is aten.copy_.default:  # its functional variant has no derivative
@@ -138,7 +138,7 @@ def _like(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return cast
 
 
-def _write_through(recording: Writer, func: _torch.Op, target: torch.Tensor, old: fx.Node, new: fx.Node) -> None:
+def _write_through(recording: TraceWriter, func: _torch.Op, target: torch.Tensor, old: fx.Node, new: fx.Node) -> None:
     """Bind all tensors that share the memory of the target to their new contents."""
     aliases = recording.aliases
     root, views = aliases.chain(old)
@@ -160,7 +160,7 @@ def _write_through(recording: Writer, func: _torch.Op, target: torch.Tensor, old
 
 
 def _others(
-    recording: Writer, func: _torch.Op, target: torch.Tensor, root: fx.Node
+    recording: TraceWriter, func: _torch.Op, target: torch.Tensor, root: fx.Node
 ) -> list[tuple[torch.Tensor, list[View]]]:
     storage = target.untyped_storage()._cdata
     found: list[tuple[torch.Tensor, list[View]]] = []
@@ -183,7 +183,7 @@ def _unknown(func: _torch.Op, target: torch.Tensor, other: torch.Tensor) -> Muta
 # --- With gradients off ---
 
 
-def _with_history(recording: Writer, old: fx.Node, new: fx.Node) -> fx.Node:
+def _with_history(recording: TraceWriter, old: fx.Node, new: fx.Node) -> fx.Node:
     if not _loses_history(old, new):
         return new
     return recording.create(STRAIGHT_THROUGH, (old, new), {}, info(new)._replace(no_grad=False))

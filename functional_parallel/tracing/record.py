@@ -50,7 +50,7 @@ from .enclosing import CapturedTensors
 from .interception import Interception, Replaced, replacement_of
 from .mutation import mutate
 from .strided import strided
-from .writer import Writer
+from .writer import TraceWriter
 
 aten = torch.ops.aten
 
@@ -160,7 +160,7 @@ def recorder() -> Recorder | None:
     return next(recordings, None)
 
 
-class Recorder(Writer):
+class Recorder(TraceWriter):
     supports_higher_order_operators = True
 
     def __torch_dispatch__(
@@ -310,7 +310,7 @@ def _refuse_draws(func: _torch.Op, args: Args, kwargs: Kwargs) -> None:
     )
 
 
-def _refuse_decisions(recording: Writer, func: _torch.Op, args: Args) -> None:
+def _refuse_decisions(recording: TraceWriter, func: _torch.Op, args: Args) -> None:
     """Refuse to read into Python a number that is computed only from draws, as layer drop does."""
     node = recording.value(args[0]) if func is aten._local_scalar_dense.default else None
     if node is None:

@@ -14,13 +14,17 @@ import torch
 from .. import _torch
 from ..errors import MemoryLayoutError
 from ..ir import current_source
-from .writer import Writer
+from .writer import TraceWriter
 
 aten = torch.ops.aten
 
 
 def strided(
-    recording: Writer, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+    recording: TraceWriter,
+    x: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
 ) -> torch.Tensor:
     """Record `as_strided` of a tensor without wrappers as ops on its elements.
 
@@ -38,7 +42,7 @@ def strided_elements(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
     """Return the values of `x.as_strided(size, stride, storage_offset)`, from slices of x or by an index."""
-    memory = _Memory.of(x, storage_offset)
+    memory = _Storage.of(x, storage_offset)
     size, stride = [int(each) for each in size], [int(each) for each in stride]
     if len(size) != len(stride):
         raise ValueError(f"as_strided: size {tuple(size)} and stride {tuple(stride)} must have the same length")
@@ -70,20 +74,20 @@ _MOST = 1 << 24  # positions that are checked individually
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _Storage:
     elements: torch.Tensor
     strides: tuple[int, ...]
     start: int  # position of the view's first element, counted from the first element of the tensor
 
     @staticmethod
-    def of(x: torch.Tensor, storage_offset: int | None) -> _Memory:
+    def of(x: torch.Tensor, storage_offset: int | None) -> _Storage:
         start = 0 if storage_offset is None else int(storage_offset) - int(x.storage_offset())
         strides = x.stride()
         for dim, step in enumerate(strides):
             if step == 0 and x.shape[dim] > 1:  # an expanded dim has one element in memory
                 x = x.narrow(dim, 0, 1)
         order = sorted(range(x.ndim), key=lambda dim: (x.shape[dim] > 1, -strides[dim]))
-        return _Memory(x.permute(order), tuple(strides[dim] for dim in order), start)
+        return _Storage(x.permute(order), tuple(strides[dim] for dim in order), start)
 
     @property
     def is_dense(self) -> bool:

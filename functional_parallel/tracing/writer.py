@@ -26,7 +26,7 @@ from .view_chains import ViewChains
 aten = torch.ops.aten
 
 
-class Writer(_torch.TorchDispatchMode):
+class TraceWriter(_torch.TorchDispatchMode):
     """Write nodes, and find the node of a tensor. The arguments are as for `trace`; `outer` is the trace around."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Writer(_torch.TorchDispatchMode):
         fake_mode: _torch.FakeTensorMode,
         forward_only: bool,
         on_node: Callable[[fx.Node], None] | None,
-        outer: Writer | None,
+        outer: TraceWriter | None,
         is_local_body: bool = False,
     ) -> None:
         _torch.TorchDispatchMode.__init__(self)

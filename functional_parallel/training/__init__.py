@@ -1,7 +1,7 @@
 """Training steps: gradient, clipping and optimizer as one program, sharded by a plan."""
 
 from .local_step import Metrics
-from .options import require_arguments
-from .state import TrainState
 from .step import TrainStep, train_step
+from .step_options import require_arguments
+from .train_state import TrainState
 from .update import StepLayout, require_elementwise

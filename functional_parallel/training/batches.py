@@ -29,17 +29,17 @@ class BatchInputs:
     def __init__(self, f: LocalFunction, mesh: Mesh, own: bool, passed: tuple[PyTree, ...] = ()) -> None:
         self.f, self.mesh, self.own = f, mesh, own
         self.passed = passed  # arguments between parameters and batch, without leaves
-        for axis, rank in owners_of(f.layout).items() if own else ():
+        for axis, rank in owners_of(f.applied).items() if own else ():
             raise ValueError(
                 f"train_step(batch='own') takes each rank's shard of the batch, but rank {rank} of {axis!r} is the "
                 "master, which scatters the batch itself: use batch='global', or leave master= out of the plan"
             )
 
-    def by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
+    def positional(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """Return the arguments after the parameters by position. Keyword arguments are bound to their positions."""
         register_dataclasses(batch, named)
         given = (None, *self.passed, *batch)
-        return bind_positional(self.f.layout.signature, self.f.name, given, named)[1 + len(self.passed) :]
+        return bind_positional(self.f.applied.signature, self.f.name, given, named)[1 + len(self.passed) :]
 
     def stay_in_step(self, runtime: Runtime[Any, Any], doing: str, batch: PyTree) -> None:
         """Check that ranks with separate batches make the same call, on batches with equal signatures."""

@@ -28,8 +28,8 @@ from ..runtime import Runtime, Where
 from ..stateful import HeldLeaves, peers_of
 from .finite import settle
 from .saved import SavedLeaves, saved_leaves
-from .state import StateLayout, TrainState
 from .states import States
+from .train_state import StateLayout, TrainState
 
 
 def save_state(
@@ -45,15 +45,15 @@ def save_state(
 ) -> Save:
     """Begin to save a state. If its values are copied, training may continue. Every process calls it."""
     require_only(only)
-    form, runtime = states.known_form(state), states.runtime_for(state)
+    layout, runtime = states.known_layout(state), states.runtime_for(state)
     settle(states, state)
     try:
         json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra={extra!r}: a checkpoint has what JSON can hold ({error})") from None
     peers = peers_of(runtime)
-    where = tuple(HeldLeaves(runtime, state.handles, form.specs, runtime).where())
-    leaves, plan = _plan(states, form, where, only)
+    where = tuple(HeldLeaves(runtime, state.handles, layout.specs, runtime).where())
+    leaves, plan = _plan(states, layout, where, only)
     left_out = [] if only is None else [leaf for leaf in leaves.tensors if _is_frozen(leaf, leaves)]
     numbers = {key: state.handles[index].value for key, index in leaves.numbers.items()}
     for key, value in numbers.items():
@@ -63,7 +63,7 @@ def save_state(
         "step": state.step,
         "seed": states.options.seed,
         "reduction": reduction_of(states, runtime),
-        "loss_scale": _loss_scale(states, form, state),
+        "loss_scale": _loss_scale(states, layout, state),
         "data_position": position_to_json(data, peers),
         "extra": extra,
         "tree": tree_to_json(optree.tree_structure(leaves.params).unflatten(tree_keys(leaves.params)), str),
@@ -74,21 +74,21 @@ def save_state(
     }
 
     def shard(index: int, rank: int) -> torch.Tensor:
-        return runtime.shard_of(state.handles[index], form.specs[index], rank)
+        return runtime.shard_of(state.handles[index], layout.specs[index], rank)
 
     contents = Contents(plan, shard, numbers, body)
     return begin_save(peers, Path(path), contents, keep=keep, copies=copies)
 
 
 def _plan(
-    states: States, form: StateLayout, where: tuple[Where, ...], only: str | None
+    states: States, layout: StateLayout, where: tuple[Where, ...], only: str | None
 ) -> tuple[SavedLeaves, SavePlan]:
     """Return the leaves of a state and the plan to save them, or only the trained ones. They are computed once."""
-    if (form, where, only) not in states.plans:
-        leaves = saved_leaves(states, form, where.__getitem__)
+    if (layout, where, only) not in states.plans:
+        leaves = saved_leaves(states, layout, where.__getitem__)
         tensors = [leaf for leaf in leaves.tensors if only is None or not _is_frozen(leaf, leaves)]
-        states.plans[form, where, only] = leaves, plan_save(tensors, states.mesh)
-    found: tuple[SavedLeaves, SavePlan] = states.plans[form, where, only]
+        states.plans[layout, where, only] = leaves, plan_save(tensors, states.mesh)
+    found: tuple[SavedLeaves, SavePlan] = states.plans[layout, where, only]
     return found
 
 
@@ -104,10 +104,10 @@ def reduction_of(states: States, runtime: Runtime[Any, Any]) -> str:
     return f"fast on {states.mesh} by {runtime.algorithm}"
 
 
-def _loss_scale(states: States, form: StateLayout, state: TrainState) -> float | None:
-    _, indices = form.trees(list(range(len(state.handles))))
+def _loss_scale(states: States, layout: StateLayout, state: TrainState) -> float | None:
+    _, indices = layout.trees(list(range(len(state.handles))))
     for each, held in zip(states.requests, states.split(indices)[1], strict=True):
         if isinstance(each, ScaleLoss):
-            scale = states.runtime_for(state).whole(state.handles[held.scale], form.specs[held.scale])
+            scale = states.runtime_for(state).whole(state.handles[held.scale], layout.specs[held.scale])
             return float(scale.min())  # replicas have one each
     return None

@@ -26,7 +26,7 @@ from ..ir import OPS_ON_SHAPES, hollow
 from ..lowering import traced_in
 from ..stateful import tensors_of
 from .generators import Generators
-from .replay import Call, CannotDeferError, DeferredInit, Memory, RecordedOp, View, memory_of
+from .replay import Call, CannotDeferError, DeferredInit, Memory, RecordedOp, RecordedView, memory_of
 
 aten = torch.ops.aten
 T = TypeVar("T")
@@ -87,17 +87,17 @@ class _Recording(_torch.TorchDispatchMode):
         leaves = [hollow(leaf) if isinstance(leaf, _torch.FakeTensor) else leaf for leaf in leaves]
         return said, DeferredInit(leaves, views, [*self._ops, *map(RecordedOp, self.generators.ends())], self._storages)
 
-    def _view_of(self, leaf: PyTree) -> View | None:
+    def _view_of(self, leaf: PyTree) -> RecordedView | None:
         if isinstance(leaf, _torch.FakeTensor):
-            return View.of(leaf)
+            return RecordedView.of(leaf)
         is_used = isinstance(leaf, torch.Tensor) and memory_of(leaf) in self._twins
-        return View.of(self._twin(leaf)) if is_used else None
+        return RecordedView.of(self._twin(leaf)) if is_used else None
 
     def __torch_dispatch__(self, func: Op, types: Sequence[type], args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         leaves, tree = optree.tree_flatten((args, kwargs or {}))
         fakes = [self._fake(leaf, func) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         views = _views(fakes)
-        known = {view.memory for view in views if isinstance(view, View)}
+        known = {view.memory for view in views if isinstance(view, RecordedView)}
         may_run = self._may_run(func, tensors_of(leaves), known)
         try:
             result = self._on_fakes(func, *tree.unflatten(fakes))
@@ -105,7 +105,7 @@ class _Recording(_torch.TorchDispatchMode):
             if not may_run:
                 raise CannotDeferError(f"{func} looks at the values of a tensor") from None
             result = None
-        made = [View.of(each) if memory_of(each) not in known else None for each in tensors_of(result)]
+        made = [RecordedView.of(each) if memory_of(each) not in known else None for each in tensors_of(result)]
         if may_run and sum(prod(view.shape) for view in made if view is not None) <= _SMALL:
             return self._run(func, *tree.unflatten(leaves))
         writes = func._schema.is_mutable
@@ -119,7 +119,7 @@ class _Recording(_torch.TorchDispatchMode):
     def add_initialiser(self, function: Callable[..., torch.Tensor], given: dict[str, Any]) -> None:
         """Record a function that fills a tensor as one op. Such a function may read values."""
         with _torch.disable_modes():  # as during the dispatch of an op
-            view = View.of(self._fake(given["tensor"], function))
+            view = RecordedView.of(self._fake(given["tensor"], function))
             self._add(function, ((), {**given, "tensor": view}), [None], is_draw=True)
             self._written.add(view.memory)
 
@@ -128,10 +128,10 @@ class _Recording(_torch.TorchDispatchMode):
         twin = self._twins.get(memory_of(x))
         return isinstance(x, _torch.FakeTensor) or (twin is not None and memory_of(twin) in self._written)
 
-    def _add(self, call: Call, given: PyTree, made: Sequence[View | None], is_draw: bool) -> None:
+    def _add(self, call: Call, given: PyTree, made: Sequence[RecordedView | None], is_draw: bool) -> None:
         op = RecordedOp(call, _without_memory(call, given), made)
         if is_draw:
-            device = next(leaf.device for leaf in (*made, *optree.tree_leaves(given)) if isinstance(leaf, View))
+            device = next(leaf.device for leaf in (*made, *optree.tree_leaves(given)) if isinstance(leaf, RecordedView))
             generator = given[1].get("generator") or _torch.default_generator(device)
             if generator is None:
                 raise CannotDeferError(f"it draws random numbers on {device}, whose generator is not known")
@@ -149,7 +149,7 @@ class _Recording(_torch.TorchDispatchMode):
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        fake = self._fakes.from_tensor(View.of(tensor).tensor(storage))  # of an alias, which may change later
+        fake = self._fakes.from_tensor(RecordedView.of(tensor).tensor(storage))  # of an alias, which may change later
         self._storages[memory_of(fake)] = storage
         self._twins.setdefault(memory_of(tensor), fake)
         return fake
@@ -223,7 +223,7 @@ def _is_draw(op: Op) -> bool:
 
 
 def _views(leaves: Sequence[PyTree]) -> list[PyTree]:
-    return [View.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [RecordedView.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _put_back(result: PyTree, fakes: Sequence[PyTree], leaves: Sequence[PyTree]) -> PyTree:

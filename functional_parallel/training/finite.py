@@ -20,8 +20,8 @@ from ..functions import LocalFunction, PyTree
 from ..requests import ScaleLoss
 from ..runtime import PipelineValue, Runtime
 from .local_step import Metrics
-from .options import StepOptions
-from .state import TrainState, Watched
+from .step_options import StepOptions
+from .train_state import TrainState, Watched
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def require_finite(states: CheckedStates, before: TrainState, state: TrainState,
     """Check that a step's loss and gradient norm are finite. On a device, check the previous step instead."""
     if metrics.loss is None or _torch.has_functorch_level([metrics.loss]):
         return
-    scaled = states.f.layout.last(ScaleLoss)
+    scaled = states.f.applied.last(ScaleLoss)
     minimum = 0.0 if scaled is None else scaled.rules.minimum
     good = _is_good(metrics, minimum)
     if _is_in_main_memory(metrics):
@@ -129,10 +129,10 @@ def require_finite_inputs(states: CheckedStates, state: TrainState, batch: tuple
 
 def not_finite(states: CheckedStates, state: TrainState) -> tuple[list[str], int]:
     """Return the paths of the parameters that are not finite on some rank, and the number of parameters."""
-    count = state.form.params.num_leaves
+    count = state.layout.params.num_leaves
     mine = [index for index, handle in enumerate(state.handles[:count]) if not _all_finite(handle)]
     every = states.runtime_for(state).exchange(mine, "to name the parameters that are not finite")
-    paths = tree_paths(state.form.params.unflatten(range(count)))
+    paths = tree_paths(state.layout.params.unflatten(range(count)))
     return [paths[index] or "the parameter" for index in sorted(set().union(*every))], count
 
 

@@ -17,8 +17,8 @@ from ..stateful import Sharded
 from .checkpoints import save_state
 from .resizing import Rule
 from .restoring import RestoreOptions, first_state, load_state, restore_state
-from .state import TrainState
 from .states import States
+from .train_state import TrainState
 
 
 class KeptStates:
@@ -245,14 +245,14 @@ class KeptStates:
         A later step that is given the state writes over them. Then their use raises DonatedStateError. Parameters have
         the storage dtype, and the optimizer state has what the plan adds to it, such as masters.
         """
-        form, stacks = self.states.known_form(state), state.form.places.stacks
-        params, opt_state = (optree.tree_map(without_memory, each) for each in self.states.shapes(form, state))
-        own = stacks if stacks is not None and form.params == stacks.layers else None
+        layout, stacks = self.states.known_layout(state), state.layout.layouts.stacks
+        params, opt_state = (optree.tree_map(without_memory, each) for each in self.states.shapes(layout, state))
+        own = stacks if stacks is not None and layout.params == stacks.layers else None
         params = params if own is None else own.restack(params)
-        count, runtime = form.params.num_leaves, self.states.runtime
+        count, runtime = layout.params.num_leaves, self.states.runtime
         return (
-            Sharded(None, params, form.specs[:count], runtime, own, lambda: state.handles[:count]),
-            Sharded(None, opt_state, form.specs[count:], runtime, None, lambda: state.handles[count:]),
+            Sharded(None, params, layout.specs[:count], runtime, own, lambda: state.handles[:count]),
+            Sharded(None, opt_state, layout.specs[count:], runtime, None, lambda: state.handles[count:]),
         )
 
     def frozen(self, state: TrainState) -> Sharded:

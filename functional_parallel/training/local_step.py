@@ -28,7 +28,7 @@ from ..requests import (
     state_requests,
     with_leaves,
 )
-from .options import StepOptions
+from .step_options import StepOptions
 from .untrained import old_params, old_state, old_weights, report_untrained, untrained, without, zeros_for
 from .update import (
     StepLayout,
@@ -71,16 +71,16 @@ class LocalTrainStep:
     has_norm: bool  # whether the gradient's norm is reported
     warned: set[str] = field(default_factory=set)  # parameters and closed-over tensors of earlier warnings
 
-    def on(self, places: StepLayout, state_specs: SpecTree) -> LocalFunction:
+    def on(self, layouts: StepLayout, state_specs: SpecTree) -> LocalFunction:
         """Return the step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics)."""
         inside = optree.tree_map(P.in_compute, state_specs)
-        step = _StepOnShards(self, places.in_compute(), inside, state_requests(self.f.layout))
+        step = _StepOnShards(self, layouts.in_compute(), inside, state_requests(self.f.applied))
 
         def call(resolved: Resolved, held: tuple[PyTree, PyTree], batch: PyTree, key: Any) -> tuple[PyTree, SpecTree]:
             new, metrics, specs = step(resolved.inside, *held, batch, key)
-            return (new, metrics), ((places.kept, state_specs), specs)
+            return (new, metrics), ((layouts.kept, state_specs), specs)
 
-        return LocalFunction(call, self.f.layout, "train_step")
+        return LocalFunction(call, self.f.applied, "train_step")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _StepOnShards:
     """Step on a rank's shards, with the layouts of parameters and state. Requests change it by their hooks."""
 
     step: LocalTrainStep
-    places: StepLayout
+    layouts: StepLayout
     state_specs: SpecTree
     requests: tuple[StateRequest, ...]
 
@@ -101,28 +101,28 @@ class _StepOnShards:
         self, resolved: Resolved, params: PyTree, state: PyTree, batch: tuple[PyTree, ...], key: torch.Tensor | None
     ) -> tuple[tuple[PyTree, PyTree], Metrics, Metrics]:
         """Return new parameters and state, the metrics, and the specs of the metrics."""
-        places, packing = self.places, self.places.packing
+        layouts, packing = self.layouts, self.layouts.packing
         before, leaves = split_state(state, self.requests)
-        reduced = optree.tree_map(relayout_leaf, params, places.kept, places.compute)
-        inputs = optree.tree_map(as_trained, reduced, places.params)
+        reduced = optree.tree_map(relayout_leaf, params, layouts.kept, layouts.compute)
+        inputs = optree.tree_map(as_trained, reduced, layouts.params)
         with random.using(key) if key is not None else nullcontext():
             gradients, (value, aux, aux_specs), leaves = self._gradients(resolved, inputs, batch, leaves)
-        gradients = without(gradients, places.frozen)
+        gradients = without(gradients, layouts.frozen)
         idle = untrained(inputs, gradients)
-        report_untrained(self.step.f.name, params, idle, places.frozen, self.step.warned)
-        idle = [no_path or fixed for no_path, fixed in zip(idle, places.frozen, strict=True)]
+        report_untrained(self.step.f.name, params, idle, layouts.frozen, self.step.warned)
+        idle = [no_path or fixed for no_path, fixed in zip(idle, layouts.frozen, strict=True)]
         gradients = gradients if packing.groups else without(gradients, idle)
         gradients, norm = self._reduced(gradients, leaves)
         packed = packing.pack(params)
-        stored = optree.tree_map(relayout_leaf, packed, places.whole, places.update)
-        masks = optree.tree_map(relayout_leaf, packing.masks(idle, packed), places.whole, places.update)
+        stored = optree.tree_map(relayout_leaf, packed, layouts.whole, layouts.update)
+        masks = optree.tree_map(relayout_leaf, packing.masks(idle, packed), layouts.whole, layouts.update)
         update, after = self._updated(self._optimized(gradients, stored, before, leaves, masks), norm, leaves)
-        new = packing.unpack(optree.tree_map(relayout_leaf, update.params, places.update, places.whole))
+        new = packing.unpack(optree.tree_map(relayout_leaf, update.params, layouts.update, layouts.whole))
         rates = scheduled_rates(self.step.optimizer, before) if self.step.has_norm else None
         metrics = Metrics(value, norm, aux, lr=rates)
         for each, held in zip(self.requests, leaves, strict=True):
             metrics = metrics._replace(**each.metrics(norm, held))
-        spec = P(owner=owners_of(self.step.f.layout))
+        spec = P(owner=owners_of(self.step.f.applied))
         specs = optree.tree_map(lambda _: spec, metrics._replace(aux=None))._replace(aux=aux_specs)
         return (old_params(new, params, idle), with_leaves(update.state, self.requests, after)), metrics, specs
 
@@ -141,7 +141,7 @@ class _StepOnShards:
             value = result[0] if has_aux else result
             for each, held in zip(self.requests, leaves, strict=True):
                 value = each.loss(value, held)
-            return (value, result), (P(owner=owners_of(f.layout)), specs)
+            return (value, result), (P(owner=owners_of(f.applied)), specs)
 
         differentiated = as_local_function(grad_and_value(f.then(call), has_aux=True))
         found, (_, (_, specs)) = differentiated.run(resolved, params, *more, *batch)
@@ -157,14 +157,14 @@ class _StepOnShards:
 
     def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, torch.Tensor | None]:
         """Return the gradients of the update, summed over ranks and clipped, and their norm."""
-        places, clip = self.places, self.step.options.clip
-        partial = optree.tree_map(P.dual, places.summed)  # of the parameters: ZeRO and data parallelism add gradients
-        packed = places.packing.pack(gradients)
-        gradients = optree.tree_map(relayout_leaf, packed, partial, places.update, none_is_leaf=True)
+        layouts, clip = self.layouts, self.step.options.clip
+        partial = optree.tree_map(P.dual, layouts.summed)  # of the parameters: ZeRO and data parallelism add gradients
+        packed = layouts.packing.pack(gradients)
+        gradients = optree.tree_map(relayout_leaf, packed, partial, layouts.update, none_is_leaf=True)
         for each, held in reversed([*zip(self.requests, leaves, strict=True)]):
             gradients = each.gradients(gradients, held)
         wanted = self.step.has_norm or clip is not None or any(each.may_skip for each in self.requests)
-        norm = _norm(gradients, places) if wanted else None
+        norm = _norm(gradients, layouts) if wanted else None
         if clip is not None and norm is not None:
             factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
             gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
@@ -177,10 +177,10 @@ class _StepOnShards:
         weights = stored
         for each, held in zip(self.requests, leaves, strict=True):
             weights = each.weights(weights, held)
-        places = self.places
-        gradients = gradients if places.packing.groups else zeros_for(gradients, weights, places.frozen)
-        specs = (places.update, split_state(self.state_specs, self.requests)[0], places.update)
-        returned = places.packing.update(self.step.optimizer, gradients, state, weights, specs=specs)
+        layouts = self.layouts
+        gradients = gradients if layouts.packing.groups else zeros_for(gradients, weights, layouts.frozen)
+        specs = (layouts.update, split_state(self.state_specs, self.requests)[0], layouts.update)
+        returned = layouts.packing.update(self.step.optimizer, gradients, state, weights, specs=specs)
         new, after = require_same_structure(returned, weights, state)
         return Update(
             old_weights(new, weights, masks), old_state(after, state, weights, masks), weights, state, stored, None
@@ -196,11 +196,11 @@ class _StepOnShards:
         return update, after
 
 
-def _norm(gradients: PyTree, places: StepLayout) -> torch.Tensor:
-    if places.owners:
-        return global_norm(gradients, places.counted, places.owners)
-    parts = optree.tree_map(relayout_leaf, gradients, places.update, places.counted, none_is_leaf=True)
-    return global_norm(parts, places.counted)
+def _norm(gradients: PyTree, layouts: StepLayout) -> torch.Tensor:
+    if layouts.owners:
+        return global_norm(gradients, layouts.counted, layouts.owners)
+    parts = optree.tree_map(relayout_leaf, gradients, layouts.update, layouts.counted, none_is_leaf=True)
+    return global_norm(parts, layouts.counted)
 
 
 def _is_pair(result: PyTree) -> bool:

@@ -10,15 +10,15 @@ from ..runtime import Runtime
 from ..stateful import HeldLeaves, StaticLeaf
 from .finite import settle
 from .saved import saved_leaves
-from .state import TrainState
+from .train_state import TrainState
 
 
 class HeldState(HeldLeaves):
     """A state in memory as the source of a restore on the ranks of `target`."""
 
     def __init__(self, state: TrainState, target: Runtime[Any, Any]) -> None:
-        form, states = state.form, state.form.states
-        super().__init__(states.runtime_for(state), state.handles, form.specs, target)
+        layout, states = state.layout, state.layout.states
+        super().__init__(states.runtime_for(state), state.handles, layout.specs, target)
         settle(states, state)
 
         def known() -> tuple[Any, ...]:
@@ -31,7 +31,7 @@ class HeldState(HeldLeaves):
             told = ", ".join(map(str, sorted(steps)))
             raise InputMismatchError(f"train_step.load: the ranks load states of different steps: {told}")
         where, numbers, self.step, self.body["batch"] = every[0]
-        self.leaves = saved_leaves(states, form, where.__getitem__)
-        self.path = f"the state of step {self.step} on {form.mesh!r}"
-        self.plan = SavePlan(form.mesh, self.leaves.tensors, self.path)
+        self.leaves = saved_leaves(states, layout, where.__getitem__)
+        self.path = f"the state of step {self.step} on {layout.mesh!r}"
+        self.plan = SavePlan(layout.mesh, self.leaves.tensors, self.path)
         self.numbers = {key: numbers[index] for key, index in self.leaves.numbers.items()}

@@ -19,8 +19,8 @@ from ..program import Explanation, PassTable, Program
 from ..runtime import moved_to, refuse_asynchronous
 from ..stateful import StatefulProgram, StaticLeaf, at_rest, listed, structure_as_text, tensors_of
 from .batches import BatchInputs
-from .state import StateLayout, TrainState
 from .states import States
+from .train_state import StateLayout, TrainState
 from .update import as_trained
 
 
@@ -32,7 +32,7 @@ class StateFunction:
         if batch not in ("global", "own"):
             raise ValueError(f"train_step.compile(batch={batch!r}): it is 'global' or 'own', by default the step's")
         self.states, self.f, self.ema = states, as_local_function(f), ema
-        self.f.layout.mesh(states.mesh)
+        self.f.applied.mesh(states.mesh)
         refuse_asynchronous(self.f, states.mesh)
         _require_alike_pipelines(self.f, states.f)
         self.batches = BatchInputs(self.f, states.mesh, batch == "own", states.programs.passed)
@@ -46,12 +46,12 @@ class StateFunction:
     @with_short_tracebacks
     def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> PyTree:
         """Call the function on a state's parameters and a batch. Return full tensors. Every process must call it."""
-        form, runtime = self.states.known_form(state), self.states.runtime_for(state)
-        batch = self.batches.by_place(batch, named)
+        layout, runtime = self.states.known_layout(state), self.states.runtime_for(state)
+        batch = self.batches.positional(batch, named)
         self.batches.stay_in_step(runtime, f"calls {self.f.name} on the state of step {state.step}", batch)
-        taken = optree.tree_leaves(self._taken(form, range(len(state.handles))))
+        taken = optree.tree_leaves(self._taken(layout, range(len(state.handles))))
         handles = [state.handles[index] for index in taken if not isinstance(state.handles[index], StaticLeaf)]
-        lowered = self._lower(form, state, moved_to(runtime.device, batch))
+        lowered = self._lower(layout, state, moved_to(runtime.device, batch))
         lowered.require_layouts(tensors_of(batch), len(handles))
         extra, shown = self.batches.entered(runtime, lowered.program, self.f.name, batch)
         return lowered.result(self.compiled.run(runtime, lowered, [*handles, *extra], shown, state.whose, kept=handles))
@@ -59,7 +59,7 @@ class StateFunction:
     @with_short_tracebacks
     def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program for these arguments, without running it."""
-        return self._lower(self.states.known_form(state), state, self.batches.by_place(batch, named)).program
+        return self._lower(self.states.known_layout(state), state, self.batches.positional(batch, named)).program
 
     def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Return every collective of the program used last: kind, axis, count, bytes, source line."""
@@ -70,37 +70,37 @@ class StateFunction:
 
     # --- the program ---
 
-    def _lower(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        return self.compiled.lower(batch, form, lambda: self._trace(form, state, batch))
+    def _lower(self, layout: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
+        return self.compiled.lower(batch, layout, lambda: self._trace(layout, state, batch))
 
-    def _taken(self, form: StateLayout, leaves: Sequence[Any]) -> tuple[PyTree, ...]:
+    def _taken(self, layout: StateLayout, leaves: Sequence[Any]) -> tuple[PyTree, ...]:
         """Return the arguments before the batch, from the leaves of a state: parameters, or averages, and buffers."""
-        params, state = form.trees(list(leaves))
+        params, state = layout.trees(list(leaves))
         params, *more = self.states.arguments(params, state)
         return (self.states.average(self.states.split(state)[0]) if self.ema else params, *more)
 
-    def _trace(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        held, places = self.states.shapes(form, state), form.places.in_compute()
-        params, *more = self._taken(form, optree.tree_leaves(held))
-        resolved = self.f.resolve((places.as_given(held[0]), *more, *batch), self.states.mesh)
-        compute = optree.tree_map(P.in_compute, self._compute_specs(resolved, held[0], form))
+    def _trace(self, layout: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
+        held, layouts = self.states.shapes(layout, state), layout.layouts.in_compute()
+        params, *more = self._taken(layout, optree.tree_leaves(held))
+        resolved = self.f.resolve((layouts.as_given(held[0]), *more, *batch), self.states.mesh)
+        compute = optree.tree_map(P.in_compute, self._compute_specs(resolved, held[0], layout))
         specs = resolved.arguments[1 + len(more) :]
         args = (params, *more, *self.batches.whole(batch, specs))
-        kept, *_ = self._taken(form, list(form.specs))
-        layouts = resolved.around(args, (kept, *resolved.arguments[1:]))
+        kept, *_ = self._taken(layout, list(layout.specs))
+        outer = resolved.around(args, (kept, *resolved.arguments[1:]))
 
         def call(resolved: Resolved, taken: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
             if self.ema:  # lies like the state of the update
-                taken = places.packing.unpack(optree.tree_map(relayout_leaf, taken, places.update, places.whole))
+                taken = layouts.packing.unpack(optree.tree_map(relayout_leaf, taken, layouts.update, layouts.whole))
             reduced = optree.tree_map(relayout_leaf, taken, optree.tree_map(at_rest, compute), compute)
-            return self.f.run(resolved.inside, optree.tree_map(as_trained, reduced, places.params), *batch)
+            return self.f.run(resolved.inside, optree.tree_map(as_trained, reduced, layouts.params), *batch)
 
         given = self.states.options
         backend = "inductor" if given.backend.startswith("inductor") else "eager"  # a graph would copy the parameters
         options = Options(bucket=given.bucket, without=given.without, backend=backend)
-        return lower(self.f.then(call), self.states.mesh, args, layouts, name=self.f.name, options=options)
+        return lower(self.f.then(call), self.states.mesh, args, outer, name=self.f.name, options=options)
 
-    def _compute_specs(self, resolved: Resolved, params: PyTree, form: StateLayout) -> SpecTree:
+    def _compute_specs(self, resolved: Resolved, params: PyTree, layout: StateLayout) -> SpecTree:
         """Return the function's compute layout of the parameters, after a check that it matches the state's."""
         trees = [optree.tree_structure(each) for each in (params, resolved.args[0])]
         if trees[0] != trees[1]:
@@ -109,7 +109,7 @@ class StateFunction:
                 f"train_step.compile: parameters lie as {held} in the state, as {taken} for {self.f}: of a pipeline "
                 "take the step's own plan, or one with the same stacks of layers"
             )
-        found = zip(tree_paths(params), optree.tree_leaves(params), form.specs, resolved.specs, strict=False)
+        found = zip(tree_paths(params), optree.tree_leaves(params), layout.specs, resolved.specs, strict=False)
         wrong = [
             f"{path or 'the parameters'}: {lies!r} in the state, {at_rest(taken)!r} for {self.f.name}"
             for path, leaf, lies, taken in found
@@ -125,7 +125,7 @@ class StateFunction:
 
 
 def _require_alike_pipelines(f: LocalFunction, loss: LocalFunction) -> None:
-    plans = [pipeline_of(each.layout) for each in (loss, f)]
+    plans = [pipeline_of(each.applied) for each in (loss, f)]
     axes = [None if plan is None else plan.axis for plan in plans]
     if axes[0] != axes[1]:
         of_loss, of_f = ("no pipeline" if axis is None else f"a pipeline over {axis!r}" for axis in axes)

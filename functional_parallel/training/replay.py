@@ -22,7 +22,7 @@ class CannotDeferError(Exception):
 
 
 @dataclass(frozen=True)
-class View:
+class RecordedView:
     """View of a memory by a tensor at the time of an op. Later the tensor's `data` may be replaced."""
 
     memory: Memory
@@ -33,11 +33,11 @@ class View:
     offset: int
 
     @staticmethod
-    def of(fake: torch.Tensor) -> View:
+    def of(fake: torch.Tensor) -> RecordedView:
         if fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
             raise CannotDeferError(f"it makes a {fake.layout} tensor, or one that is conjugated when it is read")
         shape, strides = tuple(fake.shape), tuple(fake.stride())
-        return View(memory_of(fake), fake.dtype, fake.device, shape, strides, int(fake.storage_offset()))
+        return RecordedView(memory_of(fake), fake.dtype, fake.device, shape, strides, int(fake.storage_offset()))
 
     def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -59,11 +59,13 @@ class RecordedOp:
 
     call: Call
     given: PyTree = ((), {})  # positional and keyword arguments, with views for tensors
-    results: Sequence[View | None] = ()  # views of the results in new memories; None for the others
+    results: Sequence[RecordedView | None] = ()  # views of the results in new memories; None for the others
 
     @property
     def memories(self) -> set[Memory]:
-        return {leaf.memory for leaf in (*optree.tree_leaves(self.given), *self.results) if isinstance(leaf, View)}
+        return {
+            leaf.memory for leaf in (*optree.tree_leaves(self.given), *self.results) if isinstance(leaf, RecordedView)
+        }
 
 
 @dataclass
@@ -71,7 +73,7 @@ class DeferredInit:
     """Recording of a function, which computes its leaves."""
 
     leaves: list[Any]  # as the function returned them; recorded tensors have only shape, dtype and device
-    views: list[View | None]  # view of each leaf in a memory of the recording, if it lies in one
+    views: list[RecordedView | None]  # view of each leaf in a memory of the recording, if it lies in one
     ops: list[RecordedOp]
     storages: dict[Memory, torch.UntypedStorage]  # those that exist
 
@@ -106,7 +108,7 @@ class DeferredInit:
                 self.storages[view.memory] = view.laid_out(result)
 
     def _tensor(self, leaf: PyTree) -> PyTree:
-        return leaf.tensor(self.storages[leaf.memory]) if isinstance(leaf, View) else leaf
+        return leaf.tensor(self.storages[leaf.memory]) if isinstance(leaf, RecordedView) else leaf
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:

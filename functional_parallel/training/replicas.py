@@ -17,7 +17,7 @@ from sharding_specs import Mesh, P, broadcast_specs
 
 from .. import random
 from ..collectives import axis_index, axis_size, pmean, pmin, psum, pvary
-from ..functions import Layout, LocalFunction, PyTree, Resolved, SpecTree, relayout_leaf
+from ..functions import Applied, LocalFunction, PyTree, Resolved, SpecTree, relayout_leaf
 from ..ir import is_trained, scalar_beside
 from ..optim import like_params
 from ..pipelines import pipeline_of
@@ -40,14 +40,14 @@ from .update import StepLayout, require_elementwise
 Requests = tuple[StateRequest, ...]
 
 
-def replicas_of(layout: Layout, has_aux: bool) -> Replicas | None:
+def replicas_of(applied: Applied, has_aux: bool) -> Replicas | None:
     """Return the request for replicas of a layout, if any. Raise if another part of the plan does not go with it."""
-    request = layout.last(Replicas)
+    request = applied.last(Replicas)
     if request is None:
         return None
     known = (StoredType, ScaleLoss)
-    added = [str(each) for each in state_requests(layout) if not isinstance(each, known)]
-    added += ["fp.zero(layout='flat')"] * flat_update(layout) + ["fp.pipeline"] * (pipeline_of(layout) is not None)
+    added = [str(each) for each in state_requests(applied) if not isinstance(each, known)]
+    added += ["fp.zero(layout='flat')"] * flat_update(applied) + ["fp.pipeline"] * (pipeline_of(applied) is not None)
     added += ["has_aux=True"] * has_aux
     if added:
         raise ValueError(
@@ -87,7 +87,7 @@ def one_replica(state: PyTree) -> PyTree:
 
 
 def replica_specs(
-    request: Replicas, places: StepLayout, params: PyTree, state: ReplicaState, specs: SpecTree
+    request: Replicas, layouts: StepLayout, params: PyTree, state: ReplicaState, specs: SpecTree
 ) -> ReplicaState:
     """Return the specs of a full state of replicas; `specs` are those of the optimizer state of one replica."""
 
@@ -98,10 +98,10 @@ def replica_specs(
         return spec.replace([request.axis, *spec.dims], padded=padded)
 
     held = state.params, state.optimizer
-    kept, optimizer = optree.tree_map(rows, held, broadcast_specs((places.kept, specs), held))
-    loss = P(request.axis, owner=places.owners)
-    masters = like_params(state.masters, params, places.update)
-    outer = like_params(state.outer, params, places.kept if state.masters is None else places.update)
+    kept, optimizer = optree.tree_map(rows, held, broadcast_specs((layouts.kept, specs), held))
+    loss = P(request.axis, owner=layouts.owners)
+    masters = like_params(state.masters, params, layouts.update)
+    outer = like_params(state.outer, params, layouts.kept if state.masters is None else layouts.update)
     return ReplicaState(kept, optimizer, outer, loss, loss if state.steps.ndim else P(), masters)
 
 
@@ -118,8 +118,8 @@ class _Exchange:
 
 def on_replicas(
     request: Replicas,
-    layout: Layout,
-    places: StepLayout,
+    applied: Applied,
+    layouts: StepLayout,
     replica: Callable[[SpecTree], LocalFunction],
     specs: tuple[SpecTree, ReplicaState],
     exchanges: bool,
@@ -129,7 +129,7 @@ def on_replicas(
     `replica` returns the step of one replica from the specs of its optimizer state. `layout` is over all axes.
     """
     axis, step = request.axis, replica(optree.tree_map(_spec_of_row, specs[1].optimizer))
-    requests = state_requests(layout)
+    requests = state_requests(applied)
 
     def call(resolved: Resolved, held: tuple[PyTree, ReplicaState], batch: tuple[PyTree, ...], key: Any) -> Any:
         params, replicas = held
@@ -142,16 +142,16 @@ def on_replicas(
         loss, steps = replicas.loss + value, replicas.steps + made
         done = _Exchange(params, new, optimizer, replicas.outer, replicas.masters)
         if exchanges:
-            done = _exchanged(request, places.in_compute(), requests, done)
+            done = _exchanged(request, layouts.in_compute(), requests, done)
             shown = _mean_loss(metrics, loss, steps, axis)
             loss, steps = torch.zeros_like(loss), torch.zeros_like(steps)
         else:
             shown = Metrics(None, None)  # type: ignore[arg-type]  # without exchange
         replica, optimizer = optree.tree_map(_as_row, (done.replica, done.optimizer))
         after = (done.params, ReplicaState(replica, optimizer, done.outer, loss, steps, done.masters)), shown
-        return after, (specs, optree.tree_map(lambda _: P(owner=owners_of(layout)), shown))
+        return after, (specs, optree.tree_map(lambda _: P(owner=owners_of(applied)), shown))
 
-    return LocalFunction(call, layout, "train_step")
+    return LocalFunction(call, applied, "train_step")
 
 
 def _mean_loss(metrics: Metrics, loss: torch.Tensor, steps: torch.Tensor, axis: str) -> Metrics:
@@ -164,14 +164,14 @@ def _mean_loss(metrics: Metrics, loss: torch.Tensor, steps: torch.Tensor, axis: 
     return Metrics(mean.to(metrics.loss.dtype), None, skipped=count == 0, loss_scale=scale)
 
 
-def _exchanged(request: Replicas, places: StepLayout, requests: Requests, before: _Exchange) -> _Exchange:
+def _exchanged(request: Replicas, layouts: StepLayout, requests: Requests, before: _Exchange) -> _Exchange:
     """Average the replicas. Masters are averaged in the layout of the update, then stored parameters are rounded."""
     axis, kept = request.axis, masters_of(requests)
     old, new, leaves = before.params, before.replica, list[PyTree]()
     if kept is not None:
         optimizer, leaves = split_state(before.optimizer, requests)
         own = leaves[requests.index(kept)]
-        shards = [optree.tree_map(relayout_leaf, each, places.whole, places.update) for each in (old, new)]
+        shards = [optree.tree_map(relayout_leaf, each, layouts.whole, layouts.update) for each in (old, new)]
         old, new = kept.full(shards[0], before.masters), kept.full(shards[1], own)
 
     def mean(old: Any, leaf: Any) -> Any:
@@ -188,7 +188,7 @@ def _exchanged(request: Replicas, places: StepLayout, requests: Requests, before
         return relayout_leaf(x.to(old.dtype), update, whole) if isinstance(x, torch.Tensor) else x
 
     masters = optree.tree_map(lambda a, x: x if isinstance(a, torch.Tensor) else a, before.masters, after)
-    params = optree.tree_map(stored, after, before.params, places.update, places.whole)
+    params = optree.tree_map(stored, after, before.params, layouts.update, layouts.whole)
     leaves[requests.index(kept)] = _varied(masters, axis)
     return _Exchange(params, _varied(params, axis), with_leaves(optimizer, requests, leaves), outer, masters)
 

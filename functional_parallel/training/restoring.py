@@ -37,8 +37,8 @@ from .checkpoints import reduction_of
 from .moving import HeldState
 from .resizing import Resize, Rule, copies, resized
 from .saved import SavedLeaves, saved_leaves
-from .state import StateLayout, TrainState
 from .states import States
+from .train_state import StateLayout, TrainState
 
 T = TypeVar("T")
 
@@ -194,9 +194,9 @@ class _Restore:
         held = optree.tree_leaves(given) if self.first is None else self.first.handles
         device = runtime.device or device_of(held) or torch.get_default_device()
         self.device = torch.device("cpu") if device.type == "meta" else device
-        self.form, self.leaves = self._layout(given)
+        self.layout, self.leaves = self._layout(given)
         self.where = self._where()
-        self.saved: SavedLeaves = saved_leaves(states, self.form, self.where.__getitem__)
+        self.saved: SavedLeaves = saved_leaves(states, self.layout, self.where.__getitem__)
         self.resize = Resize(options.resize, self.saved, states.optimizer)
         self.made: dict[str, list[LeafLayout]] = {}  # leaves that functions resize, by kind and key
         self.sums: list[str] = []  # of these
@@ -212,10 +212,10 @@ class _Restore:
         for name, leaves in self.made.items():
             self._make(name, leaves)
         for index in read:
-            if self.form.specs[index].storage:
+            if self.layout.specs[index].storage:
                 handles[index] = self._handle(index, numbers, True)
         whose = f", of the state that call {self.runtime.calls} restored"
-        return TrainState(self.source.step, tuple(handles), self.form, whose)
+        return TrainState(self.source.step, tuple(handles), self.layout, whose)
 
     def _make(self, name: str, leaves: list[LeafLayout]) -> None:
         """Fill the shards of a leaf, of a parameter its master and the stored one, by a function of the old leaf."""
@@ -237,8 +237,8 @@ class _Restore:
     def _layout(self, given: PyTree) -> tuple[StateLayout, list[Any]]:
         """Return the layout of the state and its leaves, tensors without values."""
         if self.first is not None:
-            held = zip(self.first.form.looks, self.first.handles, strict=True)
-            return self.first.form, [
+            held = zip(self.first.layout.signatures, self.first.handles, strict=True)
+            return self.first.layout, [
                 torch.empty(look.shape, dtype=look.dtype, device="meta")
                 if isinstance(look, TensorSignature)
                 else handle.value
@@ -301,11 +301,11 @@ class _Restore:
 
     def _where(self) -> list[Where]:
         """Return the ranks that hold each leaf."""
-        found = [owners_along(spec) for spec in self.form.specs]
-        program = self.states.programs.holding(self.form, self.leaves, self._batch())
+        found = [owners_along(spec) for spec in self.layout.specs]
+        program = self.states.programs.holding(self.layout, self.leaves, self._batch())
         if program is None:
             return found
-        tensors = (index for index, look in enumerate(self.form.looks) if isinstance(look, TensorSignature))
+        tensors = (index for index, look in enumerate(self.layout.signatures) if isinstance(look, TensorSignature))
         for index, node in zip(tensors, program.inputs, strict=False):  # the batch follows
             found[index] += ((program.axis, tuple(sorted(program.holders(node)))),)
         return found
@@ -356,8 +356,8 @@ class _Restore:
         owner = self.saved.owners.get(name, "")
         old = next((old for old, new in self.options.rename.items() if new == owner), owner)
         text, part = f"{name}/", f"/{owner}/"
-        places = [at for at in range(len(text)) if text.startswith(part, at)] if old != owner else []
-        names = [f"{text[:at]}/{old}/{text[at + len(part) :]}"[:-1] for at in places] or [name]
+        layouts = [at for at in range(len(text)) if text.startswith(part, at)] if old != owner else []
+        names = [f"{text[:at]}/{old}/{text[at + len(part) :]}"[:-1] for at in layouts] or [name]
         return next((each for each in names if each in known), "")
 
     def _numbers(self) -> dict[int, Any]:
@@ -372,14 +372,14 @@ class _Restore:
         return found
 
     def _handle(self, index: int, numbers: Mapping[int, Any], is_read: bool) -> Any:
-        leaf, spec = self.leaves[index], self.form.specs[index]
+        leaf, spec = self.leaves[index], self.layout.specs[index]
         if not isinstance(leaf, torch.Tensor):
             return StaticLeaf(numbers.get(index, leaf))
         if not is_read:
             if self.first is not None:
                 return self.first.handles[index]
             if leaf.is_meta:
-                raise CheckpointError(f"{self.source.path}: it does not have a value for {self.form.path(index)}")
+                raise CheckpointError(f"{self.source.path}: it does not have a value for {self.layout.path(index)}")
             return self.runtime.shard(leaf, spec)
 
         aval = Aval(tuple(leaf.shape), leaf.dtype, self.device)

@@ -19,8 +19,8 @@ from ..functions import PyTree
 from ..ir import TensorSignature
 from ..runtime import Where
 from ..stateful import leaf_layout
-from .state import StateLayout
 from .states import States
+from .train_state import StateLayout
 from .update import FlatPacking
 
 
@@ -52,7 +52,7 @@ class _Constant:
     index: int
 
 
-class _Source(NamedTuple):
+class _Origin(NamedTuple):
     """Position of a full tensor of the user's trees: in one held tensor, in one per row, or in a vector."""
 
     held: tuple[int, ...]
@@ -63,72 +63,72 @@ class _Source(NamedTuple):
 class _Markers:
     """Tensors without values that stand for the held tensors of a state, and for the user's tensors in them."""
 
-    def __init__(self, form: StateLayout) -> None:
-        self.form, self._sources, self._alive = form, dict[int, _Source](), list[torch.Tensor]()
+    def __init__(self, layout: StateLayout) -> None:
+        self.layout, self._sources, self._alive = layout, dict[int, _Origin](), list[torch.Tensor]()
 
-    def new(self, shape: Any, dtype: torch.dtype, source: _Source) -> torch.Tensor:
+    def new(self, shape: Any, dtype: torch.dtype, source: _Origin) -> torch.Tensor:
         made = torch.empty(tuple(shape), dtype=dtype, device="meta")
         self._alive.append(made)
         self._sources[id(made)] = source
         return made
 
-    def source(self, marker: torch.Tensor) -> _Source:
+    def source(self, marker: torch.Tensor) -> _Origin:
         return self._sources[id(marker)]
 
     def of_vector(self, vector: Any, number: int) -> Any:
         if not isinstance(vector, torch.Tensor):
             return vector
-        packing = self.form.places.packing
+        packing = self.layout.layouts.packing
         assert isinstance(packing, FlatPacking)
         shape = packing.shapes[number]
-        return self.new(shape, vector.dtype, _Source(self.source(vector).held, number))
+        return self.new(shape, vector.dtype, _Origin(self.source(vector).held, number))
 
     def join(self, layers: list[Any]) -> Any:
         if not layers or not isinstance(layers[0], torch.Tensor):
             return layers[0]
         held = tuple(index for layer in layers for index in self.source(layer).held)
-        return self.new((len(layers), *layers[0].shape), layers[0].dtype, _Source(held, is_stack=True))
+        return self.new((len(layers), *layers[0].shape), layers[0].dtype, _Origin(held, is_stack=True))
 
-    def layout(self, kind: str, key: str, marker: torch.Tensor, where: Callable[[int], Where]) -> LeafLayout:
+    def leaf(self, kind: str, key: str, marker: torch.Tensor, where: Callable[[int], Where]) -> LeafLayout:
         """Return the layout of a full tensor. `where` returns the ranks that hold a held tensor."""
         held, number, is_stack = self.source(marker)
         if number is None:
-            return leaf_layout(kind, key, marker, held, is_stack, self.form.specs, where)
-        packing = self.form.places.packing
+            return leaf_layout(kind, key, marker, held, is_stack, self.layout.specs, where)
+        packing = self.layout.layouts.packing
         assert isinstance(packing, FlatPacking)
         spec, begin, length = packing.place(number)
         piece = Piece(spec, held, None, Vector(packing.over, begin, length), where(held[0]))
         return LeafLayout(kind, key, tuple(marker.shape), marker.dtype, (piece,))
 
 
-def saved_leaves(states: States, form: StateLayout, where: Callable[[int], Where]) -> SavedLeaves:
+def saved_leaves(states: States, layout: StateLayout, where: Callable[[int], Where]) -> SavedLeaves:
     """Return the leaves of a checkpoint of a state. `where` returns the ranks that hold the held tensor of an index."""
-    markers = _Markers(form)
+    markers = _Markers(layout)
     leaves = [
-        markers.new(look.shape, look.dtype, _Source((index,)))
+        markers.new(look.shape, look.dtype, _Origin((index,)))
         if isinstance(look, TensorSignature)
         else _Constant(index)
-        for index, look in enumerate(form.looks)
+        for index, look in enumerate(layout.signatures)
     ]
-    params, state, added = states.full(form, leaves, markers.of_vector, markers.join)
+    params, state, added = states.full(layout, leaves, markers.of_vector, markers.join)
     found = [("params", key, leaf) for key, leaf in _named(params)]
     found += [("optimizer", key, leaf) for key, leaf in _named(state)]
     found += [("optimizer", f"~{name}/{key}", leaf) for name, each in added.items() for key, leaf in _named(each)]
-    tensors = [markers.layout(kind, key, leaf, where) for kind, key, leaf in found if isinstance(leaf, torch.Tensor)]
+    tensors = [markers.leaf(kind, key, leaf, where) for kind, key, leaf in found if isinstance(leaf, torch.Tensor)]
     numbers = {f"{kind}/{key}": leaf.index for kind, key, leaf in found if isinstance(leaf, _Constant)}
-    stored, _ = form.trees(leaves)
-    stacks = form.places.stacks
+    stored, _ = layout.trees(leaves)
+    stacks = layout.layouts.stacks
     if stacks is not None:
         stored = stacks.restack(stored, markers.join)
     covered = {index for leaf in tensors for piece in leaf.pieces for index in piece.held}
     rounded = [
-        markers.layout("params", key, leaf, where)
+        markers.leaf("params", key, leaf, where)
         for key, leaf in _named(stored)
         if isinstance(leaf, torch.Tensor) and not covered.issuperset(markers.source(leaf).held)
     ]
     trees = {"params/": params, "optimizer/": state, **{f"optimizer/~{name}/": each for name, each in added.items()}}
     owners = {f"{start}{key}": owner for start, each in trees.items() for key, owner in _owners(each, params)}
-    return SavedLeaves(tuple(tensors), tuple(rounded), numbers, params, owners, _frozen(form, params))
+    return SavedLeaves(tuple(tensors), tuple(rounded), numbers, params, owners, _frozen(layout, params))
 
 
 def _owners(tree: PyTree, params: PyTree) -> Iterator[tuple[str, str]]:
@@ -149,13 +149,13 @@ def _owners(tree: PyTree, params: PyTree) -> Iterator[tuple[str, str]]:
     return zip(tree_keys(tree), optree.tree_leaves(optree.tree_map(owner, tree, is_leaf=is_like)), strict=True)
 
 
-def _frozen(form: StateLayout, params: PyTree) -> dict[str, tuple[int, ...]]:
-    looks = form.looks[: form.params.num_leaves]
-    trained = [isinstance(x, TensorSignature) and (x.dtype.is_floating_point or x.dtype.is_complex) for x in looks]
-    fixed = [not moves or flag for moves, flag in zip(trained, form.places.frozen, strict=True)]
-    tree = form.params.unflatten(fixed)
-    if form.places.stacks is not None:
-        tree = form.places.stacks.restack(tree, all)
+def _frozen(layout: StateLayout, params: PyTree) -> dict[str, tuple[int, ...]]:
+    signatures = layout.signatures[: layout.params.num_leaves]
+    trained = [isinstance(x, TensorSignature) and (x.dtype.is_floating_point or x.dtype.is_complex) for x in signatures]
+    fixed = [not moves or flag for moves, flag in zip(trained, layout.layouts.frozen, strict=True)]
+    tree = layout.params.unflatten(fixed)
+    if layout.layouts.stacks is not None:
+        tree = layout.layouts.stacks.restack(tree, all)
     rows = zip(_named(params), optree.tree_leaves(tree), strict=True)
     return {key: tuple(leaf.shape) for (key, leaf), flag in rows if flag and isinstance(leaf, torch.Tensor)}
 

@@ -41,8 +41,8 @@ from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .replay import CannotDeferError
 from .replicas import first_replicas, masters_of, one_replica, replica_specs
-from .state import StateLayout, TrainState, detach_leaf, state_layout
 from .step_programs import StepPrograms
+from .train_state import StateLayout, TrainState, detach_leaf, state_layout
 from .update import StepLayout, find_step_layout, warn_of_replicated_state
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class States:
         self.f, self.optimizer, self.mesh = programs.f, programs.optimizer, programs.mesh
         self.options = programs.options
         self.requests, self.replicas, self.split = programs.requests, programs.replicas, programs.split
-        self._forms: dict[Any, StateLayout] = {}
+        self._layouts: dict[Any, StateLayout] = {}
         self._known: set[StateLayout] = set()
         self.plans: dict[Any, Any] = {}  # of checkpoints
 
@@ -76,16 +76,16 @@ class States:
         with disable_ambient_modes():
             try:
                 if not why:
-                    form, recording = defer_init(partial(self._begin, make))
+                    layout, recording = defer_init(partial(self._begin, make))
                     leaves, made = recording.leaves, recording.made()
             except CannotDeferError as error:
                 why = str(error)
             if why:
-                form, leaves = self._begin(make)
+                layout, leaves = self._begin(make)
                 made = enumerate(leaves)
             if why and makes:
                 warn_at(current_source(), _IN_ONE_PIECE.format(why=why), RuntimeWarning)
-            return self._compared("train_step.init", form, leaves, made, batch)
+            return self._compared("train_step.init", layout, leaves, made, batch)
 
     def _begin(self, make: Callable[[], PyTree]) -> tuple[StateLayout, list[Any]]:
         """Return the layout of the first state of the parameters from `make`, and its leaves as full tensors."""
@@ -96,15 +96,15 @@ class States:
         require_values(held, state)
         return self.place(held, state)
 
-    def _compared(self, name: str, form: StateLayout, leaves: list[Any], made: Made, batch: PyTree) -> TrainState:
+    def _compared(self, name: str, layout: StateLayout, leaves: list[Any], made: Made, batch: PyTree) -> TrainState:
         """Shard each leaf when it is made, check that the parameters are equal on all ranks, and return the state."""
         runtime = self.runtime()
-        compared = self.arguments(*form.trees(list(range(len(leaves)))))
+        compared = self.arguments(*layout.trees(list(range(len(leaves)))))
         indices = zip(tree_paths(compared), optree.tree_leaves(compared), strict=True)
         every = {index: path.partition("/")[2] for path, index in indices if isinstance(leaves[index], torch.Tensor)}
         params, paths = {index: leaves[index] for index in every}, [path or "parameters" for path in every.values()]
         runtime.check_sums(name, paths, [str(leaf_signature(leaf)) for leaf in params.values()])
-        _, state = form.trees(leaves)
+        _, state = layout.trees(leaves)
         given = storages(*params.values(), *optree.tree_leaves(self.split(state)[1]))  # the caller's
         sums = dict.fromkeys(params, "")
 
@@ -112,9 +112,9 @@ class States:
             if index in sums and isinstance(leaf, torch.Tensor):
                 sums[index] = runtime.checksum(leaf)
 
-        held = self._held(form, made, given, self.programs.holding(form, leaves, batch), see)
+        held = self._held(layout, made, given, self.programs.holding(layout, leaves, batch), see)
         runtime.check_sums(name, paths, list(sums.values()))
-        return TrainState(0, held, form, f", of the state that call {runtime.calls} made")
+        return TrainState(0, held, layout, f", of the state that call {runtime.calls} made")
 
     def load_full(self, params: PyTree, optimizer_state: PyTree, step: int | None, batch: PyTree) -> TrainState:
         """Create a state from full parameters and a full optimizer state."""
@@ -136,9 +136,9 @@ class States:
         check_same(runtime, "train_step.load", loaded)
         with disable_ambient_modes():
             require_values(params, optimizer_state)
-            form, leaves = self.place(params, optimizer_state, fresh=False)
-            held = self._held(form, enumerate(leaves), given, self.programs.holding(form, leaves, batch))
-        return TrainState(done, held, form, f", of the state that call {runtime.calls} made")
+            layout, leaves = self.place(params, optimizer_state, fresh=False)
+            held = self._held(layout, enumerate(leaves), given, self.programs.holding(layout, leaves, batch))
+        return TrainState(done, held, layout, f", of the state that call {runtime.calls} made")
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Return the parameters, and the first state of the optimizer, full."""
@@ -147,7 +147,7 @@ class States:
 
     def _held(
         self,
-        form: StateLayout,
+        layout: StateLayout,
         made: Made,
         given: set[int],
         program: PipelineProgram | None,
@@ -157,16 +157,18 @@ class States:
 
         With the program of a pipeline, only ranks with stages that read a leaf get it.
         """
-        held: list[Any] = [None] * len(form.specs)
+        held: list[Any] = [None] * len(layout.specs)
         runtime = self.runtime()
-        numbers = list(accumulate(isinstance(look, TensorSignature) for look in form.looks))  # 1-based, of the tensors
+        numbers = list(
+            accumulate(isinstance(look, TensorSignature) for look in layout.signatures)
+        )  # 1-based, of the tensors
         for index, leaf in made:
             see(index, leaf)
             if not isinstance(leaf, torch.Tensor):
                 held[index] = StaticLeaf(leaf)
                 continue
             shard = runtime.shard if program is None else partial(runtime.shard_for, program, numbers[index] - 1)
-            held[index] = copy_if_aliased(shard(detach_leaf(leaf), form.specs[index]), given)
+            held[index] = copy_if_aliased(shard(detach_leaf(leaf), layout.specs[index]), given)
             del leaf  # release it before the next leaf is made
         return tuple(held)
 
@@ -176,39 +178,39 @@ class States:
         The memory of a `fresh` optimizer state is not the caller's.
         """
         with _torch.disable_modes():  # `defer_init` may be recording; its mode needs data that traces lack
-            places = self.places(params)
-        params, packed, state_specs = self.placed(places, params, optimizer_state, fresh)
-        validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
-        specs = optree.tree_leaves((places.kept, state_specs))
-        found = state_layout(self, places, params, packed, tuple(specs))
-        if found.key not in self._forms and self.replicas is None:
-            warn_of_replicated_state(packed, state_specs, places, self.optimizer, self.requests)
-        form = self._forms.setdefault(found.key, found)
-        self._known.add(form)
-        return form, optree.tree_leaves((params, packed))
+            layouts = self.layouts(params)
+        params, packed, state_specs = self.placed(layouts, params, optimizer_state, fresh)
+        validate(params, layouts.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
+        specs = optree.tree_leaves((layouts.kept, state_specs))
+        found = state_layout(self, layouts, params, packed, tuple(specs))
+        if found.key not in self._layouts and self.replicas is None:
+            warn_of_replicated_state(packed, state_specs, layouts, self.optimizer, self.requests)
+        layout = self._layouts.setdefault(found.key, found)
+        self._known.add(layout)
+        return layout, optree.tree_leaves((params, packed))
 
-    def places(self, params: PyTree) -> StepLayout:
+    def layouts(self, params: PyTree) -> StepLayout:
         """Resolve the layouts of a step with these parameters of the user."""
         trained, is_clipped = self._trained(params), self.options.clip is not None
         return find_step_layout(self.f, self.mesh, trained, self.optimizer, is_clipped)
 
     def placed(
-        self, places: StepLayout, params: PyTree, optimizer_state: PyTree, fresh: bool
+        self, layouts: StepLayout, params: PyTree, optimizer_state: PyTree, fresh: bool
     ) -> tuple[PyTree, PyTree, SpecTree]:
         """Return stored parameters, packed state with the leaves of requests, and its specs, from the user's trees."""
         trained = self._trained(params)
         whole = self._with_requests(one_replica(optimizer_state), trained, self.requests)
-        stored = places.by_layer(self._stored(trained), trained, fresh=False)
-        packed = places.packed_state(places.by_layer(whole, trained, fresh))
-        specs = places.state(packed, self.optimizer, self.requests)
+        stored = layouts.by_layer(self._stored(trained), trained, fresh=False)
+        packed = layouts.packed_state(layouts.by_layer(whole, trained, fresh))
+        specs = layouts.state(packed, self.optimizer, self.requests)
         if self.replicas is None:
             return stored, packed, specs
         replicas, kept = optimizer_state, masters_of(self.requests)
         if not isinstance(replicas, ReplicaState):
             replicas = first_replicas(self.replicas, self.mesh, stored, packed, self.requests)
         elif kept is not None:
-            replicas = replicas._replace(masters=kept.init(trained, self.f.layout))
-        return stored, replicas, replica_specs(self.replicas, places, stored, replicas, specs)
+            replicas = replicas._replace(masters=kept.init(trained, self.f.applied))
+        return stored, replicas, replica_specs(self.replicas, layouts, stored, replicas, specs)
 
     def _trained(self, params: PyTree) -> PyTree:
         """Return the parameters that the optimizer updates, from the user's."""
@@ -224,7 +226,7 @@ class States:
 
     def _with_requests(self, state: PyTree, params: PyTree, requests: Sequence[StateRequest]) -> PyTree:
         """Return a state with the leaves of these requests, and of no others; `params` are those of `_trained`."""
-        return converted_state(state, requests, lambda each: each.init(params, self.f.layout))
+        return converted_state(state, requests, lambda each: each.init(params, self.f.applied))
 
     def average(self, state: PyTree) -> PyTree:
         """Return the average of the parameters in an optimizer state."""
@@ -245,24 +247,24 @@ class States:
         )
 
     def copy(self, state: TrainState) -> TrainState:
-        form = self.known_form(state)
-        copy = TrainState(state.step, copied(state.handles), form, state.whose, state.recorded)
+        layout = self.known_layout(state)
+        copy = TrainState(state.step, copied(state.handles), layout, state.whose, state.recorded)
         copy.watched, copy.counts = state.watched, state.counts
         return copy
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        form, runtime = self.known_form(state), self.runtime_for(state)
+        layout, runtime = self.known_layout(state), self.runtime_for(state)
         settle(self, state)
         if self.programs.batches.own:
             check_same_call(runtime, f"reads the state of step {state.step}")
-        leaves = full_leaves(runtime, state.handles, form.specs, state.whose)
-        params, state, added = self.full(form, leaves)
+        leaves = full_leaves(runtime, state.handles, layout.specs, state.whose)
+        params, state, added = self.full(layout, leaves)
         rows = [(each, added[type(each).__name__]) for each in self.requests if type(each).__name__ in added]
         return params, with_leaves(state, *zip(*rows, strict=True)) if rows else state
 
     def full(
         self,
-        form: StateLayout,
+        layout: StateLayout,
         leaves: list[Any],
         of_vector: Callable[[Any, int], Any] | None = None,
         join: Callable[[list[Any]], Any] | None = None,
@@ -270,21 +272,21 @@ class States:
         """Return the user's parameters, the optimizer's state, and the saved leaves of each request by its name.
 
         Args:
-            form, leaves: layout of a state, and its leaves as full tensors.
+            layout, leaves: layout of a state, and its leaves as full tensors.
             of_vector: returns the parameter of an index from the vector that has it; None if the vectors have values.
             join: returns a stack from its layers; None if they have values.
         """
-        params, packed = form.trees(leaves)
+        params, packed = layout.trees(leaves)
         if self.replicas is not None:
             kept = masters_of(self.requests)
             params = params if kept is None else kept.full(params, packed.masters)
             return params, packed._replace(masters=None), {}
-        places = form.places
+        layouts = layout.layouts
         if of_vector is None:
-            packed = places.unpacked_state(packed)
+            packed = layouts.unpacked_state(packed)
         else:
-            spread = partial(places.packing.spread, of=of_vector)
-            packed = tree_map_params(spread, packed, places.packing.structure)
+            spread = partial(layouts.packing.spread, of=of_vector)
+            packed = tree_map_params(spread, packed, layouts.packing.structure)
         state, added = split_state(packed, self.requests)
         for each, held in zip(self.requests, added, strict=True):
             params = each.full(params, held)
@@ -294,28 +296,28 @@ class States:
             if each.saved and each.tree is not None
         }
         found = params, state, saved
-        return found if places.stacks is None else places.stacks.restack_all(found, join)
+        return found if layouts.stacks is None else layouts.stacks.restack_all(found, join)
 
     def check(self, state: TrainState) -> None:
-        form = self.known_form(state)
+        layout = self.known_layout(state)
 
         def whole(index: int) -> torch.Tensor:
-            return self.runtime_for(state).whole(state.handles[index], form.specs[index], state.whose)
+            return self.runtime_for(state).whole(state.handles[index], layout.specs[index], state.whose)
 
-        _, indices = form.trees(list(range(len(state.handles))))
+        _, indices = layout.trees(list(range(len(state.handles))))
         for each, held in zip(self.requests, self.split(indices)[1], strict=True):
             if each.may_skip:
                 each.check(optree.tree_map(whole, held))
 
-    def known_form(self, state: TrainState) -> StateLayout:
+    def known_layout(self, state: TrainState) -> StateLayout:
         """Return the layout of a state, as the instance of this step."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"train_step takes a TrainState, not {type(state).__name__}: make one of whole parameters by "
                 "train.init(params), or of a saved state by train.load(params, optimizer_state, step)"
             )
-        _, form = state.handles, state.form  # `handles` raises if the state was donated
-        return form if form in self._known else self._own_form(form)
+        _, layout = state.handles, state.layout  # `handles` raises if the state was donated
+        return layout if layout in self._known else self._own_layout(layout)
 
     def runtime_for(self, state: TrainState) -> Runtime[Any, Any]:
         """Return the runtime of the step, after a check that it holds this state."""
@@ -323,22 +325,22 @@ class States:
         require_holders(runtime, state.handles, f"this state, of step {state.step},", "train.init or train.load")
         return runtime
 
-    def _own_form(self, form: StateLayout) -> StateLayout:
-        """Return this step's layout that is equal to `form`, the layout of another step."""
-        if form.key in self._forms:
-            return self._forms[form.key]
-        why = f"; {form.difference([*self._forms.values()][-1])}" if self._forms else ", which has made none yet"
+    def _own_layout(self, layout: StateLayout) -> StateLayout:
+        """Return this step's layout that is equal to `layout`, the layout of another step."""
+        if layout.key in self._layouts:
+            return self._layouts[layout.key]
+        why = f"; {layout.difference([*self._layouts.values()][-1])}" if self._layouts else ", which has made none yet"
         raise ValueError(
             f"this state was not made by this train_step{why}: begin with train.init(params), or take it over by "
             "train.load(state), which moves it to this step's layout"
         )
 
-    def shapes(self, form: StateLayout, state: TrainState) -> tuple[PyTree, PyTree]:
+    def shapes(self, layout: StateLayout, state: TrainState) -> tuple[PyTree, PyTree]:
         """Return parameters and optimizer state as the step holds them, without values."""
         like = self.runtime().like
-        held = zip(state.handles, form.specs, strict=True)
+        held = zip(state.handles, layout.specs, strict=True)
         leaves = [handle.value if isinstance(handle, StaticLeaf) else like(handle, spec) for handle, spec in held]
-        return form.trees(leaves)
+        return layout.trees(leaves)
 
 
 def _elements(tree: PyTree) -> int:

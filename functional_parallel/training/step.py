@@ -11,7 +11,7 @@ import torch
 from sharding_specs import Mesh
 
 from .. import random
-from ..functions import PyTree, explain_keywords, layout_of
+from ..functions import PyTree, applied_to, explain_keywords
 from ..ir import with_short_tracebacks
 from ..lowering import Lowered
 from ..optim import Optimizer, counted_on_host, rates
@@ -22,16 +22,16 @@ from ..requests import flat_update
 from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_device
 from ..stateful import StaticLeaf, copied, tensors, tensors_of
 from ..tracing import disable_ambient_modes
-from .asynchronous import is_asynchronous
 from .finite import require_finite, require_finite_inputs
 from .kept_states import KeptStates
 from .local_step import Metrics
 from .on_state import StateFunction
-from .options import StepOptions, require_arguments, with_buffers
-from .state import StateLayout, TrainState, recorded_steps
 from .states import States
+from .step_options import StepOptions, require_arguments, with_buffers
 from .step_programs import StepPrograms
+from .train_state import StateLayout, TrainState, recorded_steps
 from .update import require_declared
+from .weight_versions import is_asynchronous
 
 
 @explain_keywords
@@ -112,12 +112,12 @@ class TrainStep(KeptStates):
     """Compiled training step; see `train_step`."""
 
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
-        if is_asynchronous(layout_of(f), mesh):  # its weights have versions
+        if is_asynchronous(applied_to(f), mesh):  # its weights have versions
             options = replace(options, donate=False)
         self.programs = StepPrograms(f, optimizer, mesh, options)
         super().__init__(States(self.programs))
         self.f, self.optimizer, self.mesh, self.options = self.programs.f, optimizer, mesh, options
-        if flat_update(self.f.layout):
+        if flat_update(self.f.applied):
             require_declared(optimizer)
 
     @property
@@ -155,12 +155,12 @@ class TrainStep(KeptStates):
             NonFiniteError: for a loss or gradient norm that is not finite, on every rank in the same step.
             LossScaleError: if gradients overflow at the lowest loss scale.
         """
-        form, runtime = self.states.known_form(state), self.states.runtime_for(state)
+        layout, runtime = self.states.known_layout(state), self.states.runtime_for(state)
         batches = self.programs.batches
-        batch = batches.by_place(batch, named)
+        batch = batches.positional(batch, named)
         note_step(state.step)
         batches.stay_in_step(runtime, f"takes step {state.step}", batch)
-        lowered = self._lower(form, state, moved_to(runtime.device, batch))
+        lowered = self._lower(layout, state, moved_to(runtime.device, batch))
         count = len(tensors(state.handles))
         lowered.require_layouts(tensors_of(batch), count)
         extra, shown = batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
@@ -175,7 +175,7 @@ class TrainStep(KeptStates):
         kept = tuple(handle if isinstance(handle, StaticLeaf) else next(new) for handle in held)
         recorded = recorded_steps(state.recorded, metrics.loss)
         note_step(None)
-        after = TrainState(state.step + 1, kept, form, state.whose, recorded)
+        after = TrainState(state.step + 1, kept, layout, state.whose, recorded)
         after.counts = None if counts is None else {name: count + 1 for name, count in counts.items()}
         if self.options.nonfinite == "error":
             require_finite(self.states, state, after, metrics)
@@ -210,12 +210,12 @@ class TrainStep(KeptStates):
         Raises:
             ValueError: if a parameter is not finite before the step, or the batch has a NaN.
         """
-        form, runtime = self.states.known_form(state), self.states.runtime_for(state)
+        layout, runtime = self.states.known_layout(state), self.states.runtime_for(state)
         batches = self.programs.batches
-        batch = batches.by_place(batch, named)
+        batch = batches.positional(batch, named)
         batches.stay_in_step(runtime, f"replays step {state.step}", batch)
         require_finite_inputs(self.states, state, batch)
-        lowered = self._lower(form, state, moved_to(runtime.device, batch))
+        lowered = self._lower(layout, state, moved_to(runtime.device, batch))
         extra, _ = batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
         with disable_ambient_modes():
             return runtime.replay(lowered.program, [*tensors(copied(state.handles)), *extra])
@@ -271,11 +271,11 @@ class TrainStep(KeptStates):
                 With replicas it is the program of a step that exchanges.
             batch, named: arguments of the loss after the parameters, by position or keyword.
         """
-        batch = self.programs.batches.by_place(batch, named)
+        batch = self.programs.batches.positional(batch, named)
         if isinstance(state, TrainState):
-            return self._lower(self.states.known_form(state), state, batch).program
-        form, leaves = self.states.place(*self.states.begun(state))
-        return self.programs.lower(form, batch, lambda: form.trees(leaves)).program
+            return self._lower(self.states.known_layout(state), state, batch).program
+        layout, leaves = self.states.place(*self.states.begun(state))
+        return self.programs.lower(layout, batch, lambda: layout.trees(leaves)).program
 
-    def _lower(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        return self.programs.lower(form, batch, lambda: self.states.shapes(form, state), state.step)
+    def _lower(self, layout: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
+        return self.programs.lower(layout, batch, lambda: self.states.shapes(layout, state), state.step)

@@ -19,12 +19,12 @@ from ..pipelines import PipelineProgram, pipeline_of
 from ..requests import loss_arguments, split_state, state_requests
 from ..runtime import default_runtime, device_of
 from ..stateful import StatefulProgram, hollow_on
-from .asynchronous import is_asynchronous, of_one_update
 from .batches import BatchInputs
 from .local_step import LocalTrainStep
-from .options import StepOptions
 from .replicas import on_replicas, replicas_of
-from .state import StateLayout
+from .step_options import StepOptions
+from .train_state import StateLayout
+from .weight_versions import is_asynchronous, of_one_update
 
 
 class StepPrograms:
@@ -37,37 +37,37 @@ class StepPrograms:
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
         self.f = as_local_function(f)
         self.optimizer, self.mesh, self.options = optimizer, mesh, options
-        self.f.layout.mesh(mesh)  # raises if an axis of the plan is missing
-        self.is_asynchronous = is_asynchronous(self.f.layout, mesh)
-        self.requests = state_requests(self.f.layout)
+        self.f.applied.mesh(mesh)  # raises if an axis of the plan is missing
+        self.is_asynchronous = is_asynchronous(self.f.applied, mesh)
+        self.requests = state_requests(self.f.applied)
         self.passed = loss_arguments(self.requests, [None] * len(self.requests))
         self.batches = BatchInputs(self.f, mesh, options.batch == "own", self.passed)
-        self.replicas = replicas_of(self.f.layout, options.has_aux)
+        self.replicas = replicas_of(self.f.applied, options.has_aux)
         self.compiled = StatefulProgram("train_step", "take one step, or call train.lower(state, batch), first")
         self.batch_signature: Any = None
         self._warned: set[str] = set()  # parameters that are not trained
 
     def lower(
         self,
-        form: StateLayout,
+        layout: StateLayout,
         batch: tuple[PyTree, ...],
         shapes: Callable[[], tuple[PyTree, PyTree]],
         step: int | None = None,
     ) -> Lowered:
         """Return the program for a state layout and a batch. Replicas exchange if `step` is None, or by its number."""
         exchanges = self.replicas is not None and (step is None or (step + 1) % self.replicas.inner == 0)
-        return self.compiled.lower(batch, (form, exchanges), lambda: self._trace(form, shapes(), batch, exchanges))
+        return self.compiled.lower(batch, (layout, exchanges), lambda: self._trace(layout, shapes(), batch, exchanges))
 
-    def holding(self, form: StateLayout, leaves: Sequence[Any], batch: PyTree) -> PipelineProgram | None:
+    def holding(self, layout: StateLayout, leaves: Sequence[Any], batch: PyTree) -> PipelineProgram | None:
         """Return the pipeline that determines the ranks of each leaf of a state, for a batch of this signature.
 
         None if all ranks hold all leaves: there is no pipeline, no batch, or each rank updates several versions.
         """
-        if pipeline_of(self.f.layout) is None or batch is None or self.is_asynchronous:
+        if pipeline_of(self.f.applied) is None or batch is None or self.is_asynchronous:
             return None
         device = default_runtime(self.mesh).device or device_of(leaves)
-        batch = hollow_on(self.batches.by_place(batch if type(batch) is tuple else (batch,), {}), device)
-        program = self.lower(form, batch, lambda: form.trees(hollow_on(list(leaves), device))).program
+        batch = hollow_on(self.batches.positional(batch if type(batch) is tuple else (batch,), {}), device)
+        program = self.lower(layout, batch, lambda: layout.trees(hollow_on(list(leaves), device))).program
         assert isinstance(program, PipelineProgram)
         return program
 
@@ -76,29 +76,29 @@ class StepPrograms:
         return split_state(state if self.replicas is None else state.optimizer, self.requests)
 
     def _trace(
-        self, form: StateLayout, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], exchanges: bool
+        self, layout: StateLayout, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], exchanges: bool
     ) -> Lowered:
         self.batch_signature = tree_to_json(batch, _signature)
-        (params, state), (_, state_specs) = held, form.trees(list(form.specs))
+        (params, state), (_, state_specs) = held, layout.trees(list(layout.specs))
         more = loss_arguments(self.requests, self.split(state)[1])
-        resolved = self.f.resolve((form.places.as_given(params), *more, *batch), self.mesh)
+        resolved = self.f.resolve((layout.layouts.as_given(params), *more, *batch), self.mesh)
         specs = resolved.arguments[1 + len(more) :]
-        batch = of_one_update(self.f.layout, self.mesh, self.batches.whole(batch, specs), specs)
+        batch = of_one_update(self.f.applied, self.mesh, self.batches.whole(batch, specs), specs)
         key = scalar_beside(params, 0, torch.int64) if self.options.seed is not None else None
         args = (held, batch, key)
-        layouts = resolved.around(args, (form.specs, specs, P() if key is not None else None))
-        local, paths = self._local(form, state_specs, exchanges), ArgumentPaths(parameters="0/0", state="0")
-        return lower(local, self.mesh, args, layouts, name="train_step", options=self.options, paths=paths)
+        outer = resolved.around(args, (layout.specs, specs, P() if key is not None else None))
+        local, paths = self._local(layout, state_specs, exchanges), ArgumentPaths(parameters="0/0", state="0")
+        return lower(local, self.mesh, args, outer, name="train_step", options=self.options, paths=paths)
 
-    def _local(self, form: StateLayout, state_specs: SpecTree, exchanges: bool) -> LocalFunction:
+    def _local(self, layout: StateLayout, state_specs: SpecTree, exchanges: bool) -> LocalFunction:
         """Return the step on a rank's shards."""
         f, has_norm = (self.f, not self.is_asynchronous) if self.replicas is None else (self.replicas.loss, False)
         step = LocalTrainStep(f, self.optimizer, self.options, has_norm, self._warned)
         if self.replicas is None:
-            return step.on(form.places, state_specs)
-        places = form.places
-        specs = (places.kept, state_specs)
-        return on_replicas(self.replicas, self.f.layout, places, partial(step.on, places), specs, exchanges)
+            return step.on(layout.layouts, state_specs)
+        layouts = layout.layouts
+        specs = (layouts.kept, state_specs)
+        return on_replicas(self.replicas, self.f.applied, layouts, partial(step.on, layouts), specs, exchanges)
 
 
 def _signature(leaf: Any) -> Any:

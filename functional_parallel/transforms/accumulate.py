@@ -10,8 +10,8 @@ import optree
 from sharding_specs import P, SpecError, as_spec
 
 from ..collectives import MICROBATCH
-from ..functions import Layout, LocalFunction, PyTree, Resolved, SpecTree, explain_keywords
-from ..partition import Partitioning
+from ..functions import Applied, LocalFunction, PyTree, Resolved, SpecTree, explain_keywords
+from ..partitioner import Partitioning
 from ..passes import ReducePerMicrobatch
 from ..quantities import is_positive_int
 from ..requests import DataAxis, Microbatches, Order, RunPass
@@ -79,7 +79,7 @@ def microbatched(f: LocalFunction, batch: SpecTree, describe: str) -> LocalFunct
     """
 
     def in_specs(inner: Resolved) -> tuple[SpecTree, ...]:
-        cut = _as_data_axes_cut(f.layout, inner) if batch is None else None
+        cut = _as_data_axes_cut(f.applied, inner) if batch is None else None
         found = batch_arg_specs(inner.args, batch, P(MICROBATCH)) if cut is None else cut
         if batch is not None and found and not names_microbatches(found):
             raise SpecError(
@@ -94,22 +94,22 @@ def microbatched(f: LocalFunction, batch: SpecTree, describe: str) -> LocalFunct
 
     def resolve(inner: Resolved) -> Resolved:
         bound = MICROBATCH in inner.mesh.axis_names
-        return how.resolve(inner, f.layout.axes) if bound else inner.outside(describe, inner.specs, inner.own)
+        return how.resolve(inner, f.applied.axes) if bound else inner.outside(describe, inner.specs, inner.own)
 
     def call(resolved: Resolved, *args: PyTree) -> tuple[PyTree, SpecTree]:
         bound = MICROBATCH in resolved.mesh.axis_names
         return local.run(resolved, *args) if bound else f.run(resolved.inside, *args)
 
-    layout = replace(local.layout, resolvers=(*f.layout.resolvers, resolve))
-    return LocalFunction(call, layout, local.name)
+    applied = replace(local.applied, resolvers=(*f.applied.resolvers, resolve))
+    return LocalFunction(call, applied, local.name)
 
 
 def names_microbatches(specs: SpecTree) -> bool:
     return any(MICROBATCH in as_spec(each).named_axes for each in optree.tree_leaves(specs))
 
 
-def _as_data_axes_cut(layout: Layout, inner: Resolved) -> tuple[SpecTree, ...] | None:
-    data = {each.axis for each in layout.all(DataAxis)}
+def _as_data_axes_cut(applied: Applied, inner: Resolved) -> tuple[SpecTree, ...] | None:
+    data = {each.axis for each in applied.all(DataAxis)}
 
     def cut(spec: P) -> P:
         dim = next((dim for dim, axes in enumerate(spec.dim_axes()) if data.intersection(axes)), None)

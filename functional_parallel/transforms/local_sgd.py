@@ -12,7 +12,7 @@ from sharding_specs import P
 
 from ..functions import LocalFunction, Resolved, SpecTree, explain_keywords, refuse_idle_states, specs_per_leaf
 from ..optim import Optimizer, is_declared_elementwise, sgd
-from ..partition import Partitioning
+from ..partitioner import Partitioning
 from ..quantities import is_positive_int
 from ..requests import Order, Replicas
 from .argument_specs import batch_arg_specs, batch_lies

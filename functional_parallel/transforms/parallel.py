@@ -11,7 +11,7 @@ import torch
 from sharding_specs import Mesh, P, validate
 
 from ..functions import LocalFunction, Resolved, SpecTree, explain_keywords
-from ..partition import Partitioning
+from ..partitioner import Partitioning
 from ..passes import GatherAgain, GatherPlacement, ReduceScatterFirst
 from ..quantities import is_positive_int
 from ..requests import DataAxis, Master, Order, RunPass, UpdateSharding, owners_of, requested_passes
@@ -117,8 +117,8 @@ class data_parallel(Transform):
 
     def apply(self, f: LocalFunction) -> LocalFunction:
         if self.master is None:
-            return zero(0, self.axis, batch=self.batch, strict=self.strict).applied(f, self.name)
-        data = [each.axis for each in f.layout.all(DataAxis)] + [*owners_of(f.layout)]
+            return zero(0, self.axis, batch=self.batch, strict=self.strict).apply_as(f, self.name)
+        data = [each.axis for each in f.applied.all(DataAxis)] + [*owners_of(f.applied)]
         if data:
             raise ValueError(
                 f"{self.name} stands outside of {f}, which splits the batch over {data[0]!r}: "
@@ -207,26 +207,26 @@ class zero(Transform):
         _check_layout(self.layout, self.stage, self.axis, self.specs, self.whole_below)
 
     def apply(self, f: LocalFunction) -> LocalFunction:
-        return self.applied(f, self.name)
+        return self.apply_as(f, self.name)
 
-    def applied(self, f: LocalFunction, name: str) -> LocalFunction:
+    def apply_as(self, f: LocalFunction, name: str) -> LocalFunction:
         """Transform a function, as a transform of this name."""
-        for held, rank in owners_of(f.layout).items():
+        for held, rank in owners_of(f.applied).items():
             raise ValueError(
-                f"{name} stands outside of {' → '.join(f.layout.describe)}: rank {rank} of {held!r} holds all training "
-                f"state there, and {self.axis!r} shards none of it; leave master= out to use {name}"
+                f"{name} stands outside of {' → '.join(f.applied.describe)}: rank {rank} of {held!r} holds all "
+                f"training state there, and {self.axis!r} shards none of it; leave master= out to use {name}"
             )
         gathered, lies = (0,) if self.stage == 3 else (), (self._lie(), batch_lies(self.batch, self.axis))
         how = Partitioning(name, self.axis, self.in_specs, gathered=gathered, strict=self.strict, lies=lies)
         local = how.apply(f).resolving(self._split).requesting(DataAxis(self.axis))
-        axes = tuple(each.axis for each in local.layout.all(DataAxis))
+        axes = tuple(each.axis for each in local.applied.all(DataAxis))
         if len(axes) > 1:
             local = local.requesting(RunPass(ReduceScatterFirst(axes)))
         if self.stage in (1, 2):
             return local.requesting(UpdateSharding(self.axis, self.layout == "flat", self.stage == 1))
         if self.stage == 0:
             return local
-        gathers = (each for each in requested_passes(f.layout) if isinstance(each, GatherPlacement))
+        gathers = (each for each in requested_passes(f.applied) if isinstance(each, GatherPlacement))
         kept = frozenset(each.axis for each in gathers if each.keep)
         return local.requesting(RunPass(GatherPlacement(self.axis, self.keep_gathered, self.prefetch, kept)))
 

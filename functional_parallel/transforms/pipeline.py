@@ -137,12 +137,12 @@ class pipeline(Transform):
         return _schedule(self, ranks)
 
     def apply(self, f: LocalFunction) -> LocalFunction:
-        if f.layout.all(Microbatches):
+        if f.applied.all(Microbatches):
             raise PipelineError(
                 f"{self.name} sums the gradients of its microbatches itself: leave fp.accumulate out, and give the "
                 "pipeline as many times more microbatches"
             )
-        if owners_of(f.layout):
+        if owners_of(f.applied):
             raise PipelineError(
                 f"{self.name} stands outside of {f}, where one rank holds all parameters; a pipeline's ranks hold "
                 "those of their own stages: leave master= out"

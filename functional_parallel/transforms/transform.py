@@ -62,13 +62,13 @@ class Transform(AsCode, ABC):
         if not isinstance(f, LocalFunction):
             require_function(f, self.name)
         inner = as_local_function(f)
-        if self.order < inner.layout.order:
+        if self.order < inner.applied.order:
             raise OrderError(
-                f"{self.name} ({self.order.words}) stands outside {' → '.join(inner.layout.describe)} "
-                f"({Order(inner.layout.order).words}), but belongs inside it: apply the transforms by fp.chain"
+                f"{self.name} ({self.order.words}) stands outside {' → '.join(inner.applied.describe)} "
+                f"({Order(inner.applied.order).words}), but belongs inside it: apply the transforms by fp.chain"
             )
         local = self.apply(inner)
-        return local.with_layout(replace(local.layout, order=self.order))
+        return local.with_applied(replace(local.applied, order=self.order))
 
     @property
     def transforms(self) -> tuple[Transform, ...]:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.asynchronous.messages import TO_CLIENT, Message, Rules
-from functional_parallel.asynchronous.step import Method
+from functional_parallel.asynchronous.async_step import Method
+from functional_parallel.asynchronous.protocol import TO_CLIENT, Message, Rules
 from sharding_specs import Mesh
 
 STEPS = 6  # of a rank, at most

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_parallel as fp
 from functional_parallel.collectives import COMMUNICATING, apply_primitive
 from functional_parallel.runtime import TRANSPORTS, communicator
-from functional_parallel.runtime.processes.messages import ROLL_CALL
+from functional_parallel.runtime.processes.torch_messages import ROLL_CALL
 from functional_parallel.shared_memory import collectives as shared
 from functional_parallel.shared_memory.channels import Channels
 from sharding_specs import Mesh, P

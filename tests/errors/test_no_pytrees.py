@@ -80,5 +80,5 @@ def test_a_train_state_as_an_argument(trained: bool) -> None:
     state, other = train.init(ones), train.init(ones)
     run = partial(train, state, other) if trained else partial(evaluate, other)
     said = message(lambda: run(torch.ones(8, 4)), TypeError)
-    assert f"  {'1/0' if trained else '0'}: functional_parallel.training.state.TrainState, in whose place" in said
+    assert f"  {'1/0' if trained else '0'}: functional_parallel.training.train_state.TrainState, in whose place" in said
     assert "train.params(state)" in said

@@ -12,7 +12,7 @@ from torch import nn
 
 import functional_parallel as fp
 from functional_parallel import _torch
-from functional_parallel.interop.writes import Writes
+from functional_parallel.interop.module_writes import Writes
 from functional_parallel.optim.optimizer import learning_rate
 from sharding_specs import Mesh
 

@@ -20,7 +20,7 @@ from functional_parallel.errors import FalseRuleError, UncheckedRuleError
 from functional_parallel.ir import aval_of
 from functional_parallel.ir.eval_node import eval_node
 from functional_parallel.ir.graph import walk_args
-from functional_parallel.partition.preparation import prepare
+from functional_parallel.partitioner.preparation import prepare
 from functional_parallel.rules import lookup, registry
 from functional_parallel.testing import check_rule
 from functional_parallel.tracing import trace

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functional_parallel.ir import REARRANGEMENTS, RESHAPES, UNIT_DIMS, VIEWS, Aval
-from functional_parallel.passes.views import fuse_views
+from functional_parallel.passes.fused_views import fuse_views
 from functional_parallel.tracing import trace
 
 aten = torch.ops.aten

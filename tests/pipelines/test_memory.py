@@ -48,7 +48,12 @@ class OneRank(PipelineRuntime):
     """The executor on one rank: collectives and messages stand in as allocations of what they would bring."""
 
     def __init__(self, program: PipelineProgram, rank: int) -> None:
-        self.base, self.carrier, self.axis, self.rank = self, SimpleNamespace(reduction="ordered"), program.axis, rank
+        self.base, self.communicator, self.axis, self.rank = (
+            self,
+            SimpleNamespace(reduction="ordered"),
+            program.axis,
+            rank,
+        )
         self.program, self.ranks, self.mesh, self.mail = program, (rank,), program.mesh, self
         self.functions: dict[Program, Any] = {}
         self.sent: Any = None

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from functional_parallel.program.hardware import HARDWARE, Line, group_topology
 from functional_parallel.program.work import flops
-from functional_parallel.schedules.registry import FAMILIES
+from functional_parallel.schedules.families import FAMILIES
 from sharding_specs import Mesh, P, split
 
 from ..passes import networks

@@ -208,7 +208,7 @@ def test_stacked_layers_and_asynchronous_pipelines_have_masters() -> None:
         state = train.init(params)
         stored = {
             train.states.runtime_for(state).whole(h, s).dtype
-            for h, s in zip(state.handles[:8], state.form.specs, strict=False)
+            for h, s in zip(state.handles[:8], state.layout.specs, strict=False)
         }
         assert stored == {torch.bfloat16, torch.float32}
         state, _ = train(state, torch.randn(16, 3))

@@ -64,7 +64,7 @@ def test_a_layout_has_the_order_of_its_outermost_transform() -> None:
     f: Any = loss
     for transform in FULL.transforms:
         f = transform(f)
-        assert f.layout.order == fp.grad(f).layout.order == transform.order
+        assert f.applied.order == fp.grad(f).layout.order == transform.order
 
 
 def test_every_request_of_the_library_has_a_text() -> None:

@@ -94,7 +94,7 @@ def groups_over(rank: int) -> list[tuple[Mesh, tuple[str, ...], tuple[int, ...]]
     """Return the ranks of every collective's group, on this rank, for every order of some axes."""
     found = []
     for mesh in MESHES[4]:
-        groups = ProcessRuntime(mesh, timeout=60).carrier._groups
+        groups = ProcessRuntime(mesh, timeout=60).communicator._groups
         for count in range(1, len(mesh.axis_names) + 1):
             for axes in itertools.permutations(mesh.axis_names, count):
                 found.append((mesh, axes, groups.over(axes).ranks))

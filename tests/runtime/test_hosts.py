@@ -125,9 +125,9 @@ def calling_where_nobody_is(rank: int) -> tuple[bool, float, list[float]]:
     connect._listen = lambda stack: (listen(stack)[0], "\0functional_parallel-nobody")
     runtime = ProcessRuntime(Mesh(data=3), timeout=60)
     began = time.monotonic()
-    pair = runtime.carrier._host_group(("data",))
+    pair = runtime.communicator._host_group(("data",))
     seconds = time.monotonic() - began
-    return pair.memory is None, seconds, runtime.carrier.psum(torch.ones(2), ("data",)).tolist()
+    return pair.memory is None, seconds, runtime.communicator.psum(torch.ones(2), ("data",)).tolist()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of sockets outside the file system")
@@ -158,7 +158,7 @@ def with_a_rank_that_dies_on_the_second_host(rank: int) -> tuple[str, str, float
     on_hosts("aabb")
     mesh = Mesh(data=4)
     runtime = ProcessRuntime(mesh, timeout=20, algorithm="auto")
-    total = lambda: runtime.carrier.psum(torch.ones(8), ("data",))  # noqa: E731
+    total = lambda: runtime.communicator.psum(torch.ones(8), ("data",))  # noqa: E731
     total()
     if rank == 3:
         os._exit(17)
@@ -177,10 +177,10 @@ def with_a_rank_that_dies_between_hosts(rank: int) -> list[tuple[str, str, float
     """In the one mesh before its first collective, in the other after it."""
     on_hosts("abc")
     before, after = (ProcessRuntime(Mesh(data=3), timeout=20) for _ in range(2))
-    after.carrier.psum(torch.ones(8), ("data",))
+    after.communicator.psum(torch.ones(8), ("data",))
     if rank == 1:
         os._exit(17)
-    both = [lambda each=each: each.carrier.psum(torch.ones(8), ("data",)) for each in (after, before)]
+    both = [lambda each=each: each.communicator.psum(torch.ones(8), ("data",)) for each in (after, before)]
     return [outcome(run) for run in both]
 
 

@@ -91,7 +91,7 @@ def on_processes_that_are_let_go(rank: int, folder: str) -> dict[str, Any]:
         "let go": let_go,
         "losses": losses,
         "wanted": wanted,
-        "new": program is first.carrier,
+        "new": program is first.communicator,
     }
 
 

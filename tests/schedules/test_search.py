@@ -120,3 +120,8 @@ def test_cuts_are_the_best_of_all(times: list[int], parts: int) -> None:
     assert all(first[1] == second[0] for first, second in pairwise(found)) and all(a < b for a, b in found)
     every = (pairwise((0, *inner, len(times))) for inner in combinations(range(1, len(times)), parts - 1))
     assert max(sum(times[a:b]) for a, b in found) == min(max(sum(times[a:b]) for a, b in cut) for cut in every)
+
+
+def test_the_old_name_of_a_choice_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"write fp\.schedules\.ScheduleChoice"):
+        assert schedules.Plan is schedules.ScheduleChoice

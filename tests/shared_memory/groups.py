@@ -7,7 +7,7 @@ import torch.distributed as dist
 from functional_parallel.runtime.calls import GroupWaits, ProcessGroupRef
 from functional_parallel.runtime.processes.groups import AxisGroup
 from functional_parallel.shared_memory.host_group import HostGroup
-from functional_parallel.shared_memory.memory import SharedMemory
+from functional_parallel.shared_memory.mapped_memory import SharedMemory
 
 
 def group_of_all(rank: int, size: int, waits: GroupWaits | None = None, host: str | None = None) -> HostGroup:

@@ -21,10 +21,10 @@ from functional_parallel.collectives import reference
 from functional_parallel.errors import CollectiveError
 from functional_parallel.runtime import communicator
 from functional_parallel.shared_memory import collectives, slots
-from functional_parallel.shared_memory import memory as shared_memory
-from functional_parallel.shared_memory.memory import SharedMemory
+from functional_parallel.shared_memory import mapped_memory as shared_memory
+from functional_parallel.shared_memory.mapped_memory import SharedMemory
 from functional_parallel.shared_memory.packed import LazyBucket
-from functional_parallel.shared_memory.start import START
+from functional_parallel.shared_memory.start_collective import START
 from functional_parallel.shared_memory.unpacked import BucketLayout
 from sharding_specs import Mesh
 from tests.processes import run_on_processes

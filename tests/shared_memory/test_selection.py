@@ -48,7 +48,7 @@ def choices(rank: int, hosts: str) -> dict[str, Any]:
         ProcessRuntime(mesh, algorithm="auto" if rank else "backend")
     with fresh_hosts(hosts[rank]):
         auto, shared = ProcessRuntime(mesh, algorithm="auto"), ProcessRuntime(mesh, algorithm="shared")
-        found = {"auto": auto.algorithms(), "sum": auto.carrier.psum(torch.ones(2), ("data",)).tolist()}
+        found = {"auto": auto.algorithms(), "sum": auto.communicator.psum(torch.ones(2), ("data",)).tolist()}
         try:
             found["shared"] = shared.algorithms("data")
         except ValueError as error:

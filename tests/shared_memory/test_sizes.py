@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, use_runtime
-from functional_parallel.shared_memory.memory import MappedMemory
+from functional_parallel.shared_memory.mapped_memory import MappedMemory
 from functional_parallel.shared_memory.slots import AT_ONCE, HALF, SMALL_HALF, slot_bytes
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh, P

@@ -69,7 +69,7 @@ def test_a_step_stores_what_it_keeps_and_has_the_same_results(name: str, tmp_pat
     train, state, found = trained(make(form="negative"), mesh)
     assert are_same(found, metrics) and are_same(train.whole(state), plain.whole(expected))
     assert train.program.counts() == plain.program.counts()
-    rows = [each for each in zip(state.handles, expected.handles, state.form.specs, strict=True) if each[2].storage]
+    rows = [each for each in zip(state.handles, expected.handles, state.layout.specs, strict=True) if each[2].storage]
     assert len(rows) >= 4
     for handle, fetched, _ in rows:
         parts = [each.parts if isinstance(each, PipelineValue) else {0: each} for each in (handle, fetched)]

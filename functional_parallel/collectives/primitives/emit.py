@@ -27,8 +27,8 @@ def apply_primitive(operation: str, x: Tensor, axes: Sequence[str], *params: Par
     axes = tuple(axes)
     if not share_communicator(operation, axes):
         return _one_axis_at_a_time(operation, x, axes, params)
-    carrier = communicator_for(operation, axes)
-    lane = carrier.index if isinstance(carrier, Lane) else None
+    communicator = communicator_for(operation, axes)
+    lane = communicator.index if isinstance(communicator, Lane) else None
     with keeping_grad_mode():
         return APPLY[operation](x, lane, axes, *params)
 
@@ -40,8 +40,8 @@ def axis_index(axes: Sequence[str]) -> Tensor:
         for axis in axes[1:]:
             index = index * axis_size(axis) + axis_index((axis,))
         return index
-    carrier = communicator_for("axis_index", axes)
-    return carrier.index if isinstance(carrier, Lane) else torch.ops.fp.axis_index(axes)
+    communicator = communicator_for("axis_index", axes)
+    return communicator.index if isinstance(communicator, Lane) else torch.ops.fp.axis_index(axes)
 
 
 # --- Grad mode at the call of a primitive. Inside the primitive's autograd.Function torch has disabled gradients ---

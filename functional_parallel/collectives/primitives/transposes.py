@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..types import State
+from .autograd_function import define, source_of_cast
 from .emit import apply_primitive, axis_index
-from .functions import define, source_of_cast
 
 __all__: list[str] = []
 

@@ -20,7 +20,7 @@ from sharding_specs import P
 
 from ...collectives import CollectiveCall, State
 from ...ir import Traced, first_operand, info, operands_of, reached
-from ..base import Phase, ProgramPass, Settings, Unit
+from ..program_pass import Phase, ProgramPass, Settings, Unit
 from .rounds import MicrobatchRounds
 
 

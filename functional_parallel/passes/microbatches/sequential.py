@@ -11,7 +11,7 @@ import torch
 from sharding_specs import Mesh
 
 from ...ir import Traced, first_operand, info, primitive_name
-from ..base import Phase, ProgramPass, Settings
+from ..program_pass import Phase, ProgramPass, Settings
 from .rounds import names_axis
 
 

@@ -17,7 +17,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ...ir import Traced, collective_call, info, primitive_name, the_call
-from ..base import Phase, ProgramPass, Settings
+from ..program_pass import Phase, ProgramPass, Settings
 from ..swap import is_cast, move_before_sums
 
 

@@ -34,7 +34,7 @@ from ...ir import (
     the_call,
     update_info,
 )
-from ..base import Phase, ProgramPass, Settings, Unit
+from ..program_pass import Phase, ProgramPass, Settings, Unit
 from .rounds import MicrobatchRounds, names_axis
 
 aten = torch.ops.aten

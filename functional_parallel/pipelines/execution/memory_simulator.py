@@ -13,7 +13,7 @@ from ...ir import Aval, info
 from ...program import Memory, Program, Storage, StorageTable, extra_memory, kind_of_input
 from ...schedules import Action, Receive, Send
 from ..extract import Subprogram
-from ..memory import PIPELINE_KINDS, PipelineMemory
+from ..pipeline_memory import PIPELINE_KINDS, PipelineMemory
 from ..stages import Stage
 from ..structure import PipelineStructure
 from .async_executor import AsyncRankExecutor, Executor

@@ -1,3 +1,3 @@
 """Collectives by MPI: a backend of torch.distributed over mpi4py, and the start of its processes."""
 
-from .start import BACKEND_VARIABLE, MPI_BACKENDS, chosen_backend, start_mpi
+from .backend_choice import BACKEND_VARIABLE, MPI_BACKENDS, chosen_backend, start_mpi

@@ -46,10 +46,10 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         self.base, self.axis = base, axis
         self.mesh: Mesh = base.mesh
         self.size = self.mesh.axis_size(axis)
-        self.carrier: ProcessCommunicator | None = None if alone else getattr(base, "carrier", None)
+        self.communicator: ProcessCommunicator | None = None if alone else getattr(base, "carrier", None)
         self.holders, self.algorithm, self.device = base.holders, base.algorithm, base.device
         self.is_simulated = base.is_simulated
-        own = None if self.carrier is None else self.mesh.coordinates(base.rank)[axis]
+        own = None if self.communicator is None else self.mesh.coordinates(base.rank)[axis]
         self.ranks = tuple(range(self.size)) if own is None else (own,)
 
     # --- handles ---
@@ -61,7 +61,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         return self._where_taken(program.holders(program.inputs[number]), x, spec)
 
     def entered(self, x: torch.Tensor, spec: P) -> PipelineValue:
-        if self.carrier is not None:
+        if self.communicator is not None:
             _refuse_derivatives([x])
         return self._everywhere(self.base.entered(x, spec))
 
@@ -71,11 +71,11 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     def whole(self, placed: PipelineValue, spec: P, whose: str = "") -> torch.Tensor:
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
             held = next(iter(placed.parts.values()))
-        elif self.carrier is None:
+        elif self.communicator is None:
             held = self._from_a_holder(placed)
         else:
-            with self.base.turn, self.carrier.bound():
-                self.carrier.doing.begin(READS + whose)
+            with self.base.turn, self.communicator.bound():
+                self.communicator.doing.begin(READS + whose)
                 held = self._from_a_holder(placed)
         result: torch.Tensor = self.base.whole(held, spec, whose)
         return result
@@ -83,13 +83,13 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     def _from_a_holder(self, placed: PipelineValue) -> Part:
         assert placed.holders is not None
         source = min(placed.holders)
-        if self.carrier is None:
+        if self.communicator is None:
             return placed.parts[source]
         mine = placed.parts.get(self.ranks[0])
         if mine is None:
             mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
         assert isinstance(mine, torch.Tensor)
-        return self.carrier.pbroadcast(mine, (self.axis,), source)
+        return self.communicator.pbroadcast(mine, (self.axis,), source)
 
     def where(self, placed: PipelineValue) -> Where:
         return () if placed.holders is None else ((self.axis, tuple(sorted(placed.holders))),)
@@ -104,13 +104,15 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         shards: list[torch.Tensor] = []
 
         def seen(rank: int) -> torch.Tensor:  # simulated ranks of the pipeline share the shards of the first holder
-            if holders is not None and self.carrier is None:
+            if holders is not None and self.communicator is None:
                 rank = self.mesh.rank({**self.mesh.coordinates(rank), self.axis: holders[0]})
             shards.append(shard(rank))
             return shards[-1]
 
         base = self.base.assemble(spec, (), seen)
-        device = shards[0].device if self.carrier is None else self.base.device  # a shard elsewhere has no memory here
+        device = (
+            shards[0].device if self.communicator is None else self.base.device
+        )  # a shard elsewhere has no memory here
         aval = Aval(tuple(shards[0].shape), shards[0].dtype, device)
         return PipelineValue(dict.fromkeys(here, base), None if holders is None else frozenset(holders), aval)
 
@@ -130,7 +132,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     # --- running ---
 
     def run_whole(self, program: PipelineProgram, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self.carrier is not None:
+        if self.communicator is not None:
             self.base.agree_on(program)
             self.base.agree_on_inputs(program, tensors)
             if _torch.has_functorch_level(tensors):
@@ -147,11 +149,11 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         batch: Sequence[torch.Tensor] = (),
         whose: str = "",
     ) -> list[PipelineValue]:
-        if self.carrier is None:
+        if self.communicator is None:
             return self._run(program, placed, self.base.run)
         self.base.agree_on(program)
         _refuse_derivatives([part for each in placed for part in each.parts.values()])
-        with self.base.turn, self.carrier.bound(), torch.no_grad():  # once for all programs of the step
+        with self.base.turn, self.communicator.bound(), torch.no_grad():  # once for all programs of the step
             self.base.begin(program, batch, whose)
             results = self._run(program, placed, self.base.run_plain)
         if program.events is not None:
@@ -162,11 +164,11 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     def replay(self, program: PipelineProgram, placed: Sequence[PipelineValue]) -> Origin | None:
         log = Log()
         run = partial(self.base.run_recorded, log)
-        if self.carrier is None:
+        if self.communicator is None:
             self._run(program, placed, run)
             return None if log.first is None else replace(log.first, rank=None)
         self.base.agree_on(program)
-        with self.base.turn, self.carrier.bound(), torch.no_grad():
+        with self.base.turn, self.communicator.bound(), torch.no_grad():
             self.base.begin(program, whose=", op by op")
             self._run(program, placed, run)
         result: Origin | None = self.base.first_origin(log)
@@ -178,7 +180,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         inputs = {rank: self._inputs(program, placed, rank) for rank in self.ranks}
         if program.schedule.versions is not None:
             return self._stream(program, inputs, run)
-        ordered = self.carrier is None or self.carrier.reduction == "ordered"
+        ordered = self.communicator is None or self.communicator.reduction == "ordered"
         workers = {rank: RankExecutor(program, rank, run, inputs[rank], ordered) for rank in self.ranks}
         self._pass_through(program, workers)
         self._end(program, workers)
@@ -189,7 +191,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
             worker.begin()
         if program.events is not None:
             program.events.clear()
-        if self.carrier is None:
+        if self.communicator is None:
             self._in_lockstep(program, workers)
         else:
             self._executor(program).run_schedule(workers[self.ranks[0]])
@@ -246,14 +248,14 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     @cached_property
     def mail(self) -> PointToPoint:
         """This rank's messages. The first access is a collective."""
-        assert self.carrier is not None
-        return PointToPoint(self.carrier, (self.axis,), self.ranks[0], self.base.device)
+        assert self.communicator is not None
+        return PointToPoint(self.communicator, (self.axis,), self.ranks[0], self.base.device)
 
     def _executor(self, program: PipelineProgram) -> ScheduleRunner:
         return ScheduleRunner(program, self.mail, partial(self._timed, program))
 
     def _end(self, program: PipelineProgram, workers: dict[int, RankExecutor]) -> None:
-        if self.carrier is not None:
+        if self.communicator is not None:
             self._executor(program).run_epilogue(workers[self.ranks[0]])
             return
         for level, exchanges in enumerate(program.epilogue.exchanges):

@@ -16,7 +16,7 @@ from sharding_specs import Mesh
 
 from ..calls import CallLog, GroupWaits, ProcessGroupRef, rank_name
 from ..watch import recorded
-from .messages import ROLL_CALL, TAG_BITS, TaggedMessages
+from .torch_messages import ROLL_CALL, TAG_BITS, TaggedMessages
 
 _MOST_AXES_TOGETHER = 3
 Axes = tuple[str, ...]

@@ -13,16 +13,16 @@ from ...ir import Aval
 from ...schedules import Action, Receive, Send
 from ..calls import NamedWait, Waitable, rank_name
 from ..joined import as_bytes
-from .messages import COMPLETED
 from .process_communicator import ProcessCommunicator
+from .torch_messages import COMPLETED
 
 _KINDS = (RuntimeError, ValueError)  # errors of torch's messages
 
 
 class PointToPoint:
-    def __init__(self, carrier: ProcessCommunicator, axes: Sequence[str], rank: int, device: torch.device) -> None:
-        self.carrier, self.axes, self.rank, self.device = carrier, tuple(axes), rank, device
-        self._messages = carrier.messages(self.axes, device)
+    def __init__(self, communicator: ProcessCommunicator, axes: Sequence[str], rank: int, device: torch.device) -> None:
+        self.communicator, self.axes, self.rank, self.device = communicator, tuple(axes), rank, device
+        self._messages = communicator.messages(self.axes, device)
         self._expected: dict[Action, tuple[Receive, list[torch.Tensor], list[Waitable], float]] = {}
         self._sent: list[tuple[Any, torch.Tensor, Send | int]] = []
 
@@ -78,28 +78,28 @@ class PointToPoint:
     def _post_each(self, values: Sequence[torch.Tensor], rank: int, name: Send | int) -> None:
         for value in values:
             buffer = as_bytes(value)
-            with _wait_for(self.carrier, self.axes, name).noted(kinds=_KINDS):  # for free space
+            with _wait_for(self.communicator, self.axes, name).noted(kinds=_KINDS):  # for free space
                 work = self._messages.send(buffer, rank)
             if work is not COMPLETED:
                 self._sent.append((work, buffer, name))
 
     def _wait(self, work: Waitable, name: Send | Receive | int, began: float) -> None:
-        with _wait_for(self.carrier, self.axes, name).noted(began, kinds=_KINDS):
+        with _wait_for(self.communicator, self.axes, name).noted(began, kinds=_KINDS):
             work.wait()
 
 
-def _wait_for(carrier: ProcessCommunicator, axes: Sequence[str], name: Send | Receive | int) -> NamedWait:
-    group = next(group for group in carrier.mesh.groups(axes) if carrier.rank in group)
+def _wait_for(communicator: ProcessCommunicator, axes: Sequence[str], name: Send | Receive | int) -> NamedWait:
+    group = next(group for group in communicator.mesh.groups(axes) if communicator.rank in group)
     other = group[name if isinstance(name, int) else name.rank]
 
     def what() -> str:
-        peer = rank_name(carrier.mesh, other)
+        peer = rank_name(communicator.mesh, other)
         if isinstance(name, int):
             return f"exchange with {peer}"
         verb, preposition = ("send", "to") if isinstance(name, Send) else ("receive", "from")
         return f"{verb} {name.action} {preposition} {peer}"
 
-    return NamedWait(carrier.mesh, carrier.rank, [other], what)
+    return NamedWait(communicator.mesh, communicator.rank, [other], what)
 
 
 def _sizes(avals: Sequence[Aval]) -> list[tuple[torch.dtype, int]]:

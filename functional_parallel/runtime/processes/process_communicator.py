@@ -19,7 +19,7 @@ from ...errors import BackendError
 from ..calls import CallLog, NamedWait, PendingCollective, Waitable, rank_name
 from ..joined import as_bytes, cat_or_view, from_bytes
 from .groups import Axes, MeshGroups
-from .messages import Messages
+from .torch_messages import Messages
 
 Result = TypeVar("Result")
 

@@ -55,10 +55,13 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         wait = NamedWait(mesh, mesh.processes.index(dist.get_rank()), range(mesh.size), "making process groups")
         with wait.noted():
             self.algorithm, self._transport = requested_transport("backend" if mesh.is_partial else algorithm)
-            self.carrier = self._transport.communicator(
+            self.communicator = self._transport.communicator(
                 mesh, reduction=reduction, timeout=limit, algorithm=self.algorithm
             )
-            self.rank, self._meeting = self.carrier.rank, ControlGroup(mesh, limit, self.carrier.doing, self.turn)
+            self.rank, self._meeting = (
+                self.communicator.rank,
+                ControlGroup(mesh, limit, self.communicator.doing, self.turn),
+            )
         self.device = _device_of_ranks()
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
@@ -70,17 +73,17 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def send_and_receive(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[Aval]]
     ) -> dict[int, list[torch.Tensor]]:
-        with self.turn, self.carrier.bound():
-            self.carrier.doing.begin("moves a state")
+        with self.turn, self.communicator.bound():
+            self.communicator.doing.begin("moves a state")
             return self._mail.exchange(outgoing, incoming)
 
     @cached_property
     def _mail(self) -> PointToPoint:
         """Messages to all ranks. The first access is a collective."""
-        return PointToPoint(self.carrier, self.mesh.axes, self.rank, _device_of_ranks())
+        return PointToPoint(self.communicator, self.mesh.axes, self.rank, _device_of_ranks())
 
     def algorithms(self, *axes: str) -> str:
-        return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
+        return self.communicator.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
 
     @property
     def own_ranks(self) -> Sequence[int]:
@@ -99,7 +102,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     @property
     def calls(self) -> int:
-        return self.carrier.doing.count
+        return self.communicator.doing.count
 
     # --- handles ---
 
@@ -125,10 +128,10 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         held, handle = self._between_ranks(spec).in_compute(), spec.fetch(handle)
         if not held.named_axes - held.reduced:
             return handle
-        with self.turn, self.carrier.bound():
-            self.carrier.doing.begin(READS + whose)
+        with self.turn, self.communicator.bound():
+            self.communicator.doing.begin(READS + whose)
             for axis, owner in held.owner.items():
-                handle = self.carrier.broadcast(handle, (axis,), owner)  # other ranks have no memory for it
+                handle = self.communicator.broadcast(handle, (axis,), owner)  # other ranks have no memory for it
             return relayout_leaf(handle, held.replace(owner={}), P())
 
     def _between_ranks(self, spec: P) -> P:
@@ -155,7 +158,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     ) -> list[torch.Tensor]:
         """Run a program on this rank's shards. The list is donated, so that a shard is freed after its last use."""
         self.agree_on(program)
-        with self.turn, self.carrier.bound():
+        with self.turn, self.communicator.bound():
             derived = _torch.has_functorch_level(handles)
             self.begin(program, batch, whose + _DERIVED * derived)
             if derived and has_owner(program.in_specs, self.mesh):
@@ -172,28 +175,28 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         values = 0
         if self.mesh.size > 1 and not _torch.has_functorch_level(batch):
             values = sum(sample_hash(x) for x in batch if x.device.type == "cpu")
-        self.carrier.doing.begin(program.cache["doing"] + whose, values)
+        self.communicator.doing.begin(program.cache["doing"] + whose, values)
 
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run one of several programs of a step. Ranks have agreed, axes are bound, and nothing is differentiated."""
         made = program.cache.get("process")
-        if made is None or made[0] is not self.carrier:  # for example after another init_process_group
-            function = self._transport.program(program, self.carrier).function()
+        if made is None or made[0] is not self.communicator:  # for example after another init_process_group
+            function = self._transport.program(program, self.communicator).function()
             function = CapturedFunction(program, function) if program.is_captured else function
-            made = program.cache["process"] = (self.carrier, function)
+            made = program.cache["process"] = (self.communicator, function)
         result: list[torch.Tensor] = made[1](handles)
         return result
 
     def replay(self, program: Program, handles: list[torch.Tensor]) -> Origin | None:
         self.agree_on(program)
         log = Log()
-        with self.turn, self.carrier.bound():
+        with self.turn, self.communicator.bound():
             self.begin(program, whose=", op by op")
             self.run_recorded(log, program, handles)
         return self.first_origin(log)
 
     def run_recorded(self, log: Log, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
-        one = self._transport.program(program, self.carrier, record=True)
+        one = self._transport.program(program, self.communicator, record=True)
         assert one.record is not None
         return one.record.run(one.function(), handles, log)
 
@@ -204,7 +207,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.agree_on(program)
         self.agree_on_inputs(program, tensors)
-        with self.carrier.bound():
+        with self.communicator.bound():
             parts = [self.entered(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
             results = self.run(program, parts)
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
@@ -212,21 +215,21 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         if not _torch.has_functorch_level([x]):
             return self._placed(x, spec, to_device)
-        with self.carrier.bound():
+        with self.communicator.bound():
             return relayout_leaf(x, P(), self._between_ranks(spec).replace(unreduced=(), owner={}))
 
     # --- agreement ---
 
     def agree_on(self, program: Program) -> None:
-        if "doing" in program.cache and program.cache.setdefault("agreed", self.carrier) is self.carrier:
+        if "doing" in program.cache and program.cache.setdefault("agreed", self.communicator) is self.communicator:
             return
         if program.is_captured:
-            self.carrier.require_capturable(program.name, dict.fromkeys(one.axes for one in program.collectives()))
+            self.communicator.require_capturable(program.name, dict.fromkeys(one.axes for one in program.collectives()))
         mine = program.fingerprint()
         all_prints = self.exchange(mine, "to compare programs")
         if len(set(all_prints)) > 1:
             self._refuse(program, all_prints)
-        program.cache.update(doing=f"runs {program.name} ({mine[:8]})", agreed=self.carrier)
+        program.cache.update(doing=f"runs {program.name} ({mine[:8]})", agreed=self.communicator)
 
     def _refuse(self, program: Program, prints: list[str]) -> None:
         texts = self.exchange(program.lines(), "to compare programs")

@@ -30,16 +30,16 @@ Readers = Mapping[fx.Node, Sequence[fx.Node]]  # by op that writes into operands
 
 
 class RankProgram:
-    def __init__(self, program: Program, carrier: ProcessCommunicator, record: bool = False) -> None:
-        self.program, self.carrier = program, carrier
-        self.record = Recorded(program.traced, lambda node: (carrier.rank,)) if record else None
+    def __init__(self, program: Program, communicator: ProcessCommunicator, record: bool = False) -> None:
+        self.program, self.communicator = program, communicator
+        self.record = Recorded(program.traced, lambda node: (communicator.rank,)) if record else None
         if program.is_compiled and not record:
             regions = with_regions(program)
             traced, order, readers = regions.traced, list(regions.traced.nodes), regions.readers
         else:
             traced, readers = program.traced, readers_before_writes(program.traced)
             order = overlapped(traced, readers)
-        self.absent = program.absent(carrier.rank) if traced is program.traced else frozenset()
+        self.absent = program.absent(communicator.rank) if traced is program.traced else frozenset()
         before = dict(self.readers(order, readers))
         for node, ended in one_scatter_at_a_time(order).items():
             before[node] = [*before.get(node, ()), *ended]
@@ -82,11 +82,11 @@ class RankProgram:
     def start(self, node: fx.Node) -> Callable[..., PendingCollective]:
         call = the_call(node)
         overwrite, apart = is_only_use_of_own_memory(call.operand), replace(call, operand=None)
-        return functools.partial(self.carrier.start, apart, overwrite=overwrite, where=self._where(node))
+        return functools.partial(self.communicator.start, apart, overwrite=overwrite, where=self._where(node))
 
     def _slice(self, node: fx.Node, call: CollectiveCall, writer: Writer) -> str:
         length = info(node).aval.shape[call.dims[0]]
-        begin = length * self.carrier.axis_index(call.axes)
+        begin = length * self.communicator.axis_index(call.axes)
         dense = f"memory_format={writer.constant(torch.contiguous_format)}"
         copy = "contiguous" if may_stay_in_place(node) else "clone"
         return f"{writer.names[call.operand]}.narrow({call.dim}, {begin}, {length}).{copy}({dense})"
@@ -97,18 +97,18 @@ class RankProgram:
 
     def _collective(self, node: fx.Node, call: CollectiveCall) -> Callable[..., torch.Tensor]:
         if call.kind in OWNED:  # without torch's dispatcher, for which the operand of some ranks is on another device
-            target = functools.partial(getattr(self.carrier, call.kind), axes=call.axes, **call.routing)
+            target = functools.partial(getattr(self.communicator, call.kind), axes=call.axes, **call.routing)
         else:
             target = functools.partial(call.target, axes=list(call.axes), **call.routing, **call.states)
         where = self._where(node)
 
         def run(*operand: torch.Tensor) -> torch.Tensor:
-            self.carrier.where = where
+            self.communicator.where = where
             try:
                 result: torch.Tensor = target(*operand)
                 return result
             finally:
-                self.carrier.where = ""
+                self.communicator.where = ""
 
         return run
 

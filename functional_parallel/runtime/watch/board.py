@@ -12,7 +12,7 @@ _GRACE = 3.0  # seconds for which a rank waits on a rank that is gone: its messa
 
 
 @dataclass
-class _Rank:
+class _WatchedRank:
     arrived: bool = False
     gone: float | None = None  # time of its end
     left: int | None = None  # number of calls it had made
@@ -23,7 +23,7 @@ class _Rank:
 
 class Board:
     def __init__(self, size: int) -> None:
-        self._ranks = [_Rank() for _ in range(size)]
+        self._ranks = [_WatchedRank() for _ in range(size)]
 
     def missing(self) -> list[int]:
         return [number for number, rank in enumerate(self._ranks) if not rank.arrived]
@@ -58,7 +58,7 @@ class Board:
                     return reason
         return None
 
-    def _waits_in_vain(self, rank: _Rank, now: float) -> Lost | None:
+    def _waits_in_vain(self, rank: _WatchedRank, now: float) -> Lost | None:
         assert rank.position is not None
         call = rank.position["count"]
         for number in rank.position["ranks"]:

@@ -11,7 +11,7 @@ _MOST = 1 << 20  # bytes of one message
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}  # a lost host is noticed within 22 s
 
 
-class Line:
+class WatchLine:
     def __init__(self, peer: socket.socket) -> None:
         self.peer, self._unread = peer, b""
         peer.settimeout(5.0)

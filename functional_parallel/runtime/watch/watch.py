@@ -15,7 +15,7 @@ from typing import Any
 from ..calls import CURRENT, Lost, NamedWait
 from .board import Board, after_leaving
 from .connections import shut_down
-from .lines import Line
+from .lines import WatchLine
 
 Name = Callable[[int], str]  # returns a rank's name in messages
 
@@ -42,9 +42,9 @@ class Watch:
         unreached: Callable[[list[int]], list[int]] = lambda ranks: [],  # on rank 0: ranks that cannot connect
     ) -> None:
         self.rank, self.size, self._name = rank, size, name
-        self._hub = None if hub is None else Line(hub)
+        self._hub = None if hub is None else WatchLine(hub)
         self._listener, self._secret, self._unreached = listener, secret, unreached
-        self._board, self._lines, self._strangers = Board(size), dict[int, Line](), list[Line]()
+        self._board, self._lines, self._strangers = Board(size), dict[int, WatchLine](), list[WatchLine]()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self.here, self._news, self._is_over = threading.Event(), threading.Condition(), False
@@ -137,7 +137,7 @@ class Watch:
             self._read_hub(self._hub)
         if self._listener is not None and self._listener.fileno() in ready:
             with suppress(OSError):
-                self._strangers.append(Line(self._listener.accept()[0]))
+                self._strangers.append(WatchLine(self._listener.accept()[0]))
         for line in strangers:
             self._greet(line)
         for rank, line in ranks:
@@ -145,7 +145,7 @@ class Watch:
 
     # --- rank 0 and its connections ---
 
-    def _greet(self, line: Line) -> None:
+    def _greet(self, line: WatchLine) -> None:
         self._strangers.remove(line)
         try:
             hello, *others = line.read() or [{}]
@@ -173,7 +173,7 @@ class Watch:
         elif missing != self.absent:
             self._tell_all({"missing": missing})
 
-    def _read_rank(self, rank: int, line: Line) -> None:
+    def _read_rank(self, rank: int, line: WatchLine) -> None:
         try:
             self._hear(rank, line.read())
         except ConnectionError:
@@ -206,7 +206,7 @@ class Watch:
 
     # --- every rank ---
 
-    def _read_hub(self, hub: Line) -> None:
+    def _read_hub(self, hub: WatchLine) -> None:
         try:
             messages = hub.read()
         except ConnectionError:

@@ -42,7 +42,7 @@ class FlatBuffers(NamedTuple):
 class NoPacking:
     """Packing that changes nothing: every parameter is updated separately. `constants` is None if not declared."""
 
-    groups: tuple[_Group, ...] = ()
+    groups: tuple[_VectorGroup, ...] = ()
 
     def __init__(self, params: PyTree, constants: PyTree = None) -> None:
         self.structure, self.like, self.constants = optree.tree_structure(params), params, constants
@@ -75,7 +75,7 @@ class NoPacking:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _VectorGroup:
     """Group of leaves that share a vector."""
 
     dtype: torch.dtype
@@ -133,7 +133,7 @@ class FlatPacking:
         found: list[Any] = self.tree.flatten_up_to(optree.tree_broadcast_prefix(prefix, params))
         return found
 
-    def _grouped(self, leaves: list[Any], constants: list[Hashable], apart: list[Hashable]) -> tuple[_Group, ...]:
+    def _grouped(self, leaves: list[Any], constants: list[Hashable], apart: list[Hashable]) -> tuple[_VectorGroup, ...]:
         found: dict[tuple[torch.dtype, tuple[str, ...], frozenset[str], Hashable, Hashable], list[int]] = {}
         for number, leaf in enumerate(leaves):
             if self.shapes[number] is not None:
@@ -145,7 +145,7 @@ class FlatPacking:
         for (dtype, axes, reduced, constant, _), members in found.items():
             shapes = [local_shape(leaves[number].shape, self.kept[number], self.mesh) for number in members]
             length = max(1, -(-sum(map(math.prod, shapes)) // unit)) * unit
-            groups.append(_Group(dtype, axes, reduced, constant, tuple(members), tuple(shapes), length))
+            groups.append(_VectorGroup(dtype, axes, reduced, constant, tuple(members), tuple(shapes), length))
         return tuple(groups)
 
     # --- specs ---
@@ -165,7 +165,7 @@ class FlatPacking:
         """Layout of vectors that are split over the axes `over`, innermost."""
         return self._specs(lambda group: P((*group.axes, *self.over)), self.kept)
 
-    def _specs(self, of_group: Callable[[_Group], P], of_leaves: list[P]) -> FlatBuffers:
+    def _specs(self, of_group: Callable[[_VectorGroup], P], of_leaves: list[P]) -> FlatBuffers:
         return FlatBuffers(tuple(map(of_group, self.groups)), [of_leaves[number] for number in self.rest])
 
     # --- on one rank ---
@@ -263,7 +263,7 @@ class FlatPacking:
             leaves[number] = leaf
         return self.tree.unflatten(leaves)
 
-    def _ranks(self, group: _Group) -> Mesh:
+    def _ranks(self, group: _VectorGroup) -> Mesh:
         """Mesh of the ranks with different vectors, in the order of their slices in a full vector."""
         return Mesh({axis: self.mesh.axis_size(axis) for axis in group.axes})
 
@@ -291,7 +291,7 @@ def require_declared(optimizer: Optimizer) -> None:
         )
 
 
-def _end_to_end(parts: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:
+def _end_to_end(parts: Sequence[torch.Tensor], group: _VectorGroup) -> torch.Tensor:
     """Concatenate tensors into one vector, padded with zeros to the length of the group."""
     flat = [part.reshape(-1) for part in parts]
     missing = group.length - sum(group.sizes)
@@ -300,14 +300,14 @@ def _end_to_end(parts: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:
     return torch.cat(flat)
 
 
-def _mask(flags: Sequence[bool], group: _Group, device: torch.device) -> bool | torch.Tensor:
+def _mask(flags: Sequence[bool], group: _VectorGroup, device: torch.device) -> bool | torch.Tensor:
     if len(set(flags)) == 1:
         return flags[0]
     parts = [torch.full(shape, flag, device=device) for flag, shape in zip(flags, group.shapes, strict=True)]
     return _end_to_end(parts, group)
 
 
-def _cut(vector: torch.Tensor, group: _Group) -> Iterator[tuple[int, torch.Tensor, int]]:
+def _cut(vector: torch.Tensor, group: _VectorGroup) -> Iterator[tuple[int, torch.Tensor, int]]:
     """Yield (leaf index, view, offset) for each leaf of a vector."""
     begins = itertools.accumulate(group.sizes, initial=0)
     for number, shape, size, begin in zip(group.leaves, group.shapes, group.sizes, begins, strict=False):

@@ -15,7 +15,7 @@ from sharding_specs import P, broadcast_specs
 
 from ...functions import PyTree, SpecTree, as_local_function, axis_mesh, relayout_leaf
 from ...ops import ADAMW
-from ...partition import Partitioning
+from ...partitioner import Partitioning
 from ...rules import register_rule
 from .returned import Update, require_same_structure
 
@@ -36,7 +36,7 @@ def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
         how = Partitioning("the optimizer's update", axis, lambda _, own=own: own, out_specs, parameters=2)  # type: ignore[misc]
         local = how.apply(local)
     inputs = optree.tree_map(relayout_leaf, args, full, even)
-    new, _ = local.run(local.layout.resolve(inputs, axis_mesh()), *inputs)
+    new, _ = local.run(local.applied.resolve(inputs, axis_mesh()), *inputs)
     found: tuple[PyTree, PyTree] = optree.tree_map(relayout_leaf, new, (even[2], even[1]), (full[2], full[1]))
     return found
 

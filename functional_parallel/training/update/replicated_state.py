@@ -20,13 +20,13 @@ _LISTED = 4
 
 
 def warn_of_replicated_state(
-    state: PyTree, specs: SpecTree, places: StepLayout, optimizer: Optimizer, requests: Sequence[StateRequest]
+    state: PyTree, specs: SpecTree, layouts: StepLayout, optimizer: Optimizer, requests: Sequence[StateRequest]
 ) -> None:
     """Warn of replicated leaves of a packed state that have the shapes of sharded parameters, as moments have."""
     if getattr(optimizer, "specs", None) is not None:  # it declares itself which leaves are replicated
         return
     (state, _), (specs, _) = (split_state(each, requests) for each in (state, specs))
-    axes = _axes_by_shape(places)
+    axes = _axes_by_shape(layouts)
     rows = zip(tree_paths(state), optree.tree_leaves(state), optree.tree_leaves(specs), strict=True)
     found = {path: leaf for path, leaf, spec in rows if not spec.axes and getattr(leaf, "shape", None) in axes}
     if not found:
@@ -46,11 +46,11 @@ def warn_of_replicated_state(
     )
 
 
-def _axes_by_shape(places: StepLayout) -> dict[torch.Size, frozenset[str]]:
+def _axes_by_shape(layouts: StepLayout) -> dict[torch.Size, frozenset[str]]:
     """Return the shape of every parameter that the update splits, with the axes that split it."""
     found: dict[torch.Size, frozenset[str]] = {}
-    specs: list[P] = optree.tree_leaves(places.update)
-    for leaf, spec in zip(optree.tree_leaves(places.packing.like), specs, strict=True):
+    specs: list[P] = optree.tree_leaves(layouts.update)
+    for leaf, spec in zip(optree.tree_leaves(layouts.packing.like), specs, strict=True):
         if spec.axes and isinstance(leaf, torch.Tensor):
             found[leaf.shape] = found.get(leaf.shape, frozenset()) | spec.axes
     return found

@@ -11,7 +11,7 @@ import torch
 
 from sharding_specs import Mesh, P, broadcast_specs
 
-from ...functions import Layout, LocalFunction, PyTree, SpecTree, StackedTree
+from ...functions import Applied, LocalFunction, PyTree, SpecTree, StackedTree
 from ...ir import hollow, without_memory
 from ...optim import Optimizer, is_declared_elementwise, like_params, tree_map_params
 from ...pipelines import pipeline_of
@@ -95,16 +95,16 @@ def find_step_layout(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Op
 
     If the update uses the gradients' norm (`clipped`), every ZeRO stage sums it in the same order.
     """
-    resolved, layout = f.resolve((params,), mesh), f.layout
+    resolved, applied = f.resolve((params,), mesh), f.applied
     like = optree.tree_map(hollow, params)
     shapes, specs = resolved.args[0], resolved.arguments[0]
     compute, kept = optree.tree_map(P.in_compute, specs), optree.tree_map(at_rest, specs)
     whole = optree.tree_map(at_rest, compute)
     frozen = tuple(optree.tree_leaves(_decided(resolved.stacks, like, optimizer, "frozen", False)))
-    if flat_update(layout):
-        axes = tuple(each.axis for each in layout.all(UpdateSharding))
-        _refuse_stages(layout, axes)
-        apart = layout.last(SummedApart)
+    if flat_update(applied):
+        axes = tuple(each.axis for each in applied.all(UpdateSharding))
+        _refuse_stages(applied, axes)
+        apart = applied.last(SummedApart)
         label = 0 if apart is None else apart.label(shapes)
         packing = FlatPacking(shapes, compute, mesh, axes, optimizer, label, frozen)
         split = packing.split
@@ -114,12 +114,15 @@ def find_step_layout(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Op
     structure, norm = optree.tree_structure(shapes), (resolved.norm if clipped else None) or (P(),) * len(frozen)
     update = resolved.updated()
     counted = [a.replace(owner={}, storage={}).divided(b, mesh) for a, b in zip(update, norm, strict=True)]
-    packed, owners = NoPacking(shapes, _decided(resolved.stacks, like, optimizer, "constants", None)), owners_of(layout)
+    packed, owners = (
+        NoPacking(shapes, _decided(resolved.stacks, like, optimizer, "constants", None)),
+        owners_of(applied),
+    )
     trees = structure.unflatten(update), structure.unflatten(counted)
     return StepLayout(shapes, packed, compute, kept, compute, whole, *trees, frozen, owners, resolved.stacks)
 
 
-def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:
+def _refuse_stages(f: Applied, axes: Sequence[str]) -> None:
     if pipeline_of(f) is not None:
         raise ValueError(
             f"zero(…, {axes[0]!r}, layout='flat') lays all parameters end to end, but a pipeline's ranks hold "

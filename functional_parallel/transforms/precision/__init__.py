@@ -1,3 +1,3 @@
 """Mixed precision: computation in a low-precision dtype, with sensitive values in float32."""
 
-from .transform import mixed_precision
+from .mixed_precision import mixed_precision

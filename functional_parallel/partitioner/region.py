@@ -271,7 +271,7 @@ def region_node(xs: Sequence[Tensor], region: Region) -> list[Tensor]:
 register_differentiable(region_node, region_node)
 
 
-class _Context(_torch.FunctionContext):
+class _RegionContext(_torch.FunctionContext):
     region: Region
 
 
@@ -288,14 +288,14 @@ class _Apply(torch.autograd.Function):
         return made
 
     @staticmethod
-    def setup_context(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: _RegionContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.region, *xs = inputs
         ctx.save_for_backward(*xs)
         ctx.save_for_forward(*xs)
         ctx.mark_non_differentiable(*(x for x in output if not is_trained(x)))
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _RegionContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         given = (gradients[index] for index in _differentiable(ctx.region.results))
         found = region_node([*ctx.saved_tensors, *given], _derivative(ctx.region, wanted, backward=True))
@@ -303,7 +303,7 @@ class _Apply(torch.autograd.Function):
         return None, *map(by_operand.get, range(len(ctx.saved_tensors)))
 
     @staticmethod
-    def jvp(ctx: _Context, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: _RegionContext, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         moving = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
         found = region_node(
             [*ctx.saved_tensors, *moving.values()], _derivative(ctx.region, list(moving), backward=False)

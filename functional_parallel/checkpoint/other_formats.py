@@ -20,9 +20,9 @@ from .disk import Disk
 from .files import ShardFile, write_file
 from .folder import committed, newest
 from .format import NAME, Entry
+from .leaf_names import tree_from_json, tree_keys
 from .opened import Checkpoint
 from .sums import default_algorithm
-from .trees import tree_from_json, tree_keys
 
 Made = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]]
 

@@ -123,7 +123,7 @@ class mixed_precision(Transform):
 
 
 def _refuse_twice(f: LocalFunction, name: str) -> None:
-    inner = [each for each in f.layout.describe if each.startswith("mixed_precision(")]
+    inner = [each for each in f.applied.describe if each.startswith("mixed_precision(")]
     if inner:
         raise OrderError(f"{name} around {inner[0]}: a function is computed in one type; leave one of them out")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .messages import Node
+from .protocol import Node
 from .worker import Work
 
 

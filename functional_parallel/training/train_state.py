@@ -40,17 +40,17 @@ class StateLayout:
     """
 
     mesh: Mesh
-    places: StepLayout
+    layouts: StepLayout
     params: optree.PyTreeSpec  # as the step holds them
     state: optree.PyTreeSpec
     specs: tuple[P, ...]  # of each leaf
-    looks: tuple[LeafSignature, ...]  # of each leaf as a full tensor
+    signatures: tuple[LeafSignature, ...]  # of each leaf as a full tensor
     states: Any  # of the step that made it, which map the leaves to the user's trees
 
     @cached_property
     def key(self) -> Hashable:
         """Key that is equal for two layouts if one program accepts both states."""
-        return (self.mesh, self.params, self.state, self.specs, self.looks, self.places.packing.groups)
+        return (self.mesh, self.params, self.state, self.specs, self.signatures, self.layouts.packing.groups)
 
     def trees(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
         """Return the trees of the parameters and of the optimizer state, with these leaves."""
@@ -80,14 +80,14 @@ class StateLayout:
         return [*tree_paths(params), *(f"optimizer state, {path}" for path in tree_paths(state))]
 
     def _lies(self) -> list[str]:
-        return [f"{look} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
+        return [f"{look} as {spec!r}" for look, spec in zip(self.signatures, self.specs, strict=True)]
 
 
-def state_layout(states: Any, places: StepLayout, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> StateLayout:
+def state_layout(states: Any, layouts: StepLayout, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> StateLayout:
     """Return the layout of a state with these full parameters and this packed optimizer state."""
-    looks = tuple(map(leaf_signature, optree.tree_leaves((params, state))))
+    signatures = tuple(map(leaf_signature, optree.tree_leaves((params, state))))
     structures = optree.tree_structure(params), optree.tree_structure(state)
-    return StateLayout(states.mesh, places, *structures, specs, looks, states)
+    return StateLayout(states.mesh, layouts, *structures, specs, signatures, states)
 
 
 def recorded_steps(before: int, loss: torch.Tensor | None) -> int:
@@ -129,9 +129,9 @@ class TrainState(Held):
 
     __slots__ = ("_form", "_step", "counts", "recorded", "watched", "whose")
 
-    def __init__(self, step: int, handles: tuple[Any, ...], form: StateLayout, whose: str, recorded: int = 0) -> None:
+    def __init__(self, step: int, handles: tuple[Any, ...], layout: StateLayout, whose: str, recorded: int = 0) -> None:
         super().__init__(handles)
-        self._step, self._form, self.whose = step, form, whose
+        self._step, self._form, self.whose = step, layout, whose
         self.recorded = recorded
         self.watched: Watched | None = None
         self.counts: dict[str, int] | None = {}
@@ -142,7 +142,7 @@ class TrainState(Held):
         return self._step
 
     @property
-    def form(self) -> StateLayout:
+    def layout(self) -> StateLayout:
         """Layout of the state."""
         return self._form
 
@@ -168,8 +168,8 @@ class TrainState(Held):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
-        return TrainState(self.step, deepcopy(self.handles, memo), self.form, self.whose, self.recorded)
+        return TrainState(self.step, deepcopy(self.handles, memo), self.layout, self.whose, self.recorded)
 
     def __repr__(self) -> str:
-        held = f"parameters={self.form.params.num_leaves}, mesh={self.form.mesh!r}"
+        held = f"parameters={self.layout.params.num_leaves}, mesh={self.layout.mesh!r}"
         return f"TrainState(step={self.step}, {held}{', donated' if self._handles is None else ''})"

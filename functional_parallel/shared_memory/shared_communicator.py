@@ -10,7 +10,7 @@ from ..collectives import CollectiveCall
 from ..runtime import ALGORITHM_VARIABLE, Axes, Messages, NamedWait, PendingCollective, ProcessCommunicator
 from .host_group import HostGroup
 from .packed import Operand, to_tensor
-from .start import START, on_result
+from .start_collective import START, on_result
 from .unpacked import BucketLayout
 
 

@@ -18,7 +18,7 @@ from ..optim import Optimizer
 from ..passes import Options
 from ..quantities import is_positive
 from ..requests import Buffers, Replicas
-from .asynchronous import is_asynchronous
+from .weight_versions import is_asynchronous
 
 Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -76,7 +76,7 @@ def require_arguments(loss: Callable[..., Any], optimizer: Optimizer, mesh: Mesh
 def with_buffers(f: Callable[..., Any], buffers: dict[str, PyTree], mesh: Mesh) -> LocalFunction:
     """Return a loss that takes buffers after the parameters, with the request to keep them in the state."""
     local = as_local_function(f)
-    if local.layout.last(Replicas) is not None or is_asynchronous(local.layout, mesh):
+    if local.applied.last(Replicas) is not None or is_asynchronous(local.applied, mesh):
         raise ValueError(
             f"train_step(buffers=…): {local} has replicas or an asynchronous pipeline, and ranks would have other "
             "buffers; use fp.data_parallel, or a synchronous schedule"

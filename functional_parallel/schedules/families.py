@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from ..errors import ScheduleError
 from .actions import Schedule
-from .asynchronous import pipedream, two_bw
 from .automatic import zb_auto
 from .dualpipe import dualpipe, dualpipe_v
 from .interleaved import breadth_first, interleaved
 from .one_stage import eager_one_f_one_b, gpipe, naive, one_f_one_b
+from .pipedream import pipedream, two_bw
 from .v_shape import v_half, v_min
 from .zero_bubble import zb_h1, zb_h2, zb_v
 

@@ -22,11 +22,10 @@ from ..lowering import lower_uncut
 from ..optim import Optimizer, sgd
 from ..pipelines import PipelineMemory
 from ..quantities import is_positive_int
-from ..schedules import Layer, Machine, Plan, check_search
+from ..schedules import Layer, Machine, ScheduleChoice, check_search
 from ..schedules import search as search_plans
 from ..training import train_step
-from ..transforms import Plan as Chain
-from ..transforms import Transform, chain, data_parallel, pipeline
+from ..transforms import Plan, Transform, chain, data_parallel, pipeline
 from .layer_profile import profile_layers
 
 _SPEED = 1e12
@@ -44,9 +43,9 @@ class PipelineChoice:
         lowered: function that lowers a training step once and returns its memory.
     """
 
-    plan: Plan
+    plan: ScheduleChoice
     mesh: Mesh
-    transform: Chain = field(repr=False)
+    transform: Plan = field(repr=False)
     lowered: Callable[[], PipelineMemory] = field(repr=False, compare=False)
 
     def memory(self) -> PipelineMemory:
@@ -60,7 +59,7 @@ def layer_costs(
     *batch: PyTree,
     speed: float = _SPEED,
     optimizer: Optimizer | None = None,
-    inner: Transform | Chain | None = None,
+    inner: Transform | Plan | None = None,
 ) -> list[Layer]:
     """Return the costs of the layers of a model for `fp.schedules.search`, from the graph of its gradient.
 
@@ -108,7 +107,7 @@ def _profiled(
     batch: tuple[PyTree, ...],
     speed: float,
     optimizer: Optimizer | None,
-    inner: Transform | Chain | None,
+    inner: Transform | Plan | None,
 ) -> tuple[list[Layer], float]:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer= takes an optimizer such as fp.optim.adamw(1e-3), not {optimizer!r}")
@@ -131,7 +130,7 @@ def search_pipeline(
     machine: Machine,
     speed: float = _SPEED,
     optimizer: Optimizer | None = None,
-    inner: Transform | Chain | None = None,
+    inner: Transform | Plan | None = None,
     names: Sequence[str] | None = None,
     chunks: int = 2,
     most: int = 8,
@@ -211,7 +210,7 @@ class _Lowering:
         self.loss, self.optimizer, self.shapes = loss, optimizer, shapes
         self.programs: dict[Any, Any] = {}
 
-    def __call__(self, plan: Plan, mesh: Mesh, transform: Chain) -> PipelineMemory:
+    def __call__(self, plan: ScheduleChoice, mesh: Mesh, transform: Plan) -> PipelineMemory:
         schedule = plan.schedule
         work = tuple(frozenset((action.kind, action.stage) for action in row) for row in schedule.actions)
         key = mesh, schedule.microbatches, schedule.chains, schedule.rank_of_stage, work
@@ -222,7 +221,7 @@ class _Lowering:
         return found
 
 
-def _choice(plan: Plan, inner: Transform | Chain | None, lower: _Lowering) -> PipelineChoice:
+def _choice(plan: ScheduleChoice, inner: Transform | Plan | None, lower: _Lowering) -> PipelineChoice:
     mesh = Mesh(pipe=plan.depth, data=plan.replicas)
     outer = [data_parallel("data"), pipeline("pipe", schedule=plan.schedule, microbatches=plan.schedule.microbatches)]
     transform = chain(*outer) if inner is None else chain(inner, *outer)

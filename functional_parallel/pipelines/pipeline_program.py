@@ -13,8 +13,8 @@ from ..ops import attention_notes
 from ..program import Collective, Hardware, HostOp, Price, bytes_of, counts_of, hardware_of, readable_bytes
 from ..schedules import Action, Event, Timeline, peaks
 from .execution import pipeline_memory
-from .memory import PipelineMemory
-from .price import price_of_pipeline
+from .pipeline_memory import PipelineMemory
+from .pipeline_price import price_of_pipeline
 from .structure import PipelineStructure
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..errors import CollectiveError
+from .async_state import AsyncMetrics, AsyncState
 from .clock import Clock
-from .messages import TO_CLIENT, Message
-from .state import AsyncMetrics, AsyncState
+from .protocol import TO_CLIENT, Message
 from .worker import Work
 
 

@@ -98,10 +98,12 @@ def _identity(call: CollectiveCall) -> Tensor:
 
 
 def _carrier(name: str, axes: Sequence[str]) -> Communicator:
-    carrier = communicator_for(name, axes)
-    assert carrier is not None, f"{name} over {tuple(axes)} met real tensors, but these axes are bound for tracing only"
-    assert not isinstance(carrier, Lane), f"{name} over {tuple(axes)} must reach the vmap level that they name"
-    return carrier
+    communicator = communicator_for(name, axes)
+    assert communicator is not None, (
+        f"{name} over {tuple(axes)} met real tensors, but these axes are bound for tracing only"
+    )
+    assert not isinstance(communicator, Lane), f"{name} over {tuple(axes)} must reach the vmap level that they name"
+    return communicator
 
 
 def _same_shape(x: Tensor, axes: Sequence[str], *params: Param, **_: str) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 
 from sharding_specs import Mesh, P
 
-from .collectives import Collective, bytes_of, counts_of
 from .explain import Explanation, explain
 from .host import HostOp
 from .pass_table import PassRecorder, PassTable
+from .traffic import Collective, bytes_of, counts_of
 
 
 @dataclass(eq=False, kw_only=True)

@@ -20,7 +20,7 @@ from ..collectives import bind
 from ..ir import NodeInfo, Traced, info, residuals, set_info
 from ..program import view_base
 from ..tracing import trace
-from .base import Phase, ProgramPass, Scope, Settings, Unit
+from .program_pass import Phase, ProgramPass, Scope, Settings, Unit
 from .recompute import insert_recompute
 
 

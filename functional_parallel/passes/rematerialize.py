@@ -14,8 +14,8 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, forward_nodes, operands_of, reached, source_of
-from .base import Phase, ProgramPass
 from .layer_index import LayerIndex, made_of_parameters
+from .program_pass import Phase, ProgramPass
 from .recompute import insert_recompute
 
 aten = torch.ops.aten

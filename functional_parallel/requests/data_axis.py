@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sharding_specs import Mesh
 
-from ..functions import Layout, LocalFunction, PyTree, Request
+from ..functions import Applied, LocalFunction, PyTree, Request
 from ..optim import Optimizer
 
 
@@ -43,9 +43,9 @@ class Master(Request):
         return f"training state on rank {self.rank} of {self.axis!r}"
 
 
-def owners_of(layout: Layout) -> dict[str, int]:
+def owners_of(applied: Applied) -> dict[str, int]:
     """Return the axes with a master, and its index along each: the `owner` of the specs of all training state."""
-    return {each.axis: each.rank for each in layout.all(Master)}
+    return {each.axis: each.rank for each in applied.all(Master)}
 
 
 class ReplicaState(NamedTuple):

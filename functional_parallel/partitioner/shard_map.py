@@ -86,9 +86,9 @@ class _Call:
     def traced_once(self) -> _Body:
         """Return the traced body. Equal calls share it, unless it reads a traced value or draws random numbers."""
         state, kept = reached_state(self.f)
-        looks = [leaf_signature(leaf, exact=True) for leaf in self.leaves]
+        signatures = [leaf_signature(leaf, exact=True) for leaf in self.leaves]
         outs, out_tree = optree.tree_flatten(self.out_specs)
-        given = (self.structure, *looks, *self.operands, self.mesh, *outs, out_tree)
+        given = (self.structure, *signatures, *self.operands, self.mesh, *outs, out_tree)
         key = (state, given, *snapshot().items(), autocast_dtypes())
         known: dict[Any, Any] = self.active.notes.setdefault(_KNOWN, {})
         if key not in known:

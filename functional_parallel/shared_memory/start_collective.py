@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..runtime import PendingCollective, cat_or_view
 from . import collectives, slots
-from .memory import CollectiveSteps, SharedMemory
+from .mapped_memory import CollectiveSteps, SharedMemory
 from .packed import LazyBucket, Operand, to_tensor
 from .unpacked import BucketLayout, BucketOutput, DirectOutputs, FlatOutputs, SlicedBucket
 

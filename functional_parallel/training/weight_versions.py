@@ -10,22 +10,22 @@ import torch
 from sharding_specs import Mesh, P
 
 from ..collectives import MICROBATCH
-from ..functions import Layout, PyTree, SpecTree
+from ..functions import Applied, PyTree, SpecTree
 from ..pipelines import pipeline_of, updates_of
 
 T = TypeVar("T")
 
 
-def is_asynchronous(layout: Layout, mesh: Mesh) -> bool:
+def is_asynchronous(applied: Applied, mesh: Mesh) -> bool:
     """Whether the plan updates weights while microbatches are in flight."""
-    pipeline = pipeline_of(layout)
+    pipeline = pipeline_of(applied)
     return pipeline is not None and pipeline.on(mesh).versions is not None
 
 
-def of_one_update(layout: Layout, mesh: Mesh, batch: tuple[PyTree, ...], specs: SpecTree) -> tuple[PyTree, ...]:
+def of_one_update(applied: Applied, mesh: Mesh, batch: tuple[PyTree, ...], specs: SpecTree) -> tuple[PyTree, ...]:
     """Return the slice of a batch for one update. It is the full batch unless the pipeline is asynchronous."""
-    pipeline = pipeline_of(layout)
-    if pipeline is None or not is_asynchronous(layout, mesh):
+    pipeline = pipeline_of(applied)
+    if pipeline is None or not is_asynchronous(applied, mesh):
         return batch
     updates = updates_of(pipeline.on(mesh))
 

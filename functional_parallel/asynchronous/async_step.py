@@ -18,14 +18,14 @@ from ..errors import DonatedStateError, NonFiniteError
 from ..functions import PyTree
 from ..ir import is_trained, refuse_abstract
 from ..runtime import ProcessRuntime, default_runtime, rank_name
+from .async_state import AsyncMetrics, AsyncState
 from .central import Central
 from .clock import Clock
+from .in_one_process import dropped_rank, finished, stepped
 from .links import connected
-from .messages import Message, Node, Rules
+from .protocol import Message, Node, Rules
 from .rotating import Rotating
 from .session import Session
-from .simulated import dropped_rank, finished, stepped
-from .state import AsyncMetrics, AsyncState
 from .worker import Computation
 
 

@@ -114,11 +114,11 @@ class Partitioning:
 
     def apply(self, f: Callable[..., PyTree]) -> LocalFunction:
         inner = as_local_function(f)
-        if self.axis in inner.layout.axes:
+        if self.axis in inner.applied.axes:
             raise PartitionError(f"{inner} is local to {self.axis!r} already; each axis is taken by one transform")
 
         def resolve(resolved: Resolved) -> Resolved:
-            return self.resolve(resolved, inner.layout.axes)
+            return self.resolve(resolved, inner.applied.axes)
 
         call = _Partition(inner, self)
         return inner.then(call, describe=self.name, lies=self.lies, axis=self.axis, resolver=resolve)
@@ -153,7 +153,7 @@ class _Partition:
         register_dataclasses(args)
         specs = resolved.own
         leaves, tree = optree.tree_flatten(args)
-        places = [axis_layout_of(spec, self.axis, self.f.layout.axes) for spec in specs]
+        places = [axis_layout_of(spec, self.axis, self.f.applied.axes) for spec in specs]
         given, held, owner = leaves, places, self.how.owner
         if owner is None:
             cut = axis_dim_split(self.axis)
@@ -258,7 +258,7 @@ class _Partition:
         shapes = optree.tree_map(lambda out: hollow(info(out).val) if isinstance(out, fx.Node) else out, outputs)
         require_dims(shapes, full, f"the results over {self.axis!r} (out_specs)")
         specs = optree.tree_leaves(full)
-        return [axis_layout_of(spec, self.axis, self.f.layout.axes) for spec in specs]
+        return [axis_layout_of(spec, self.axis, self.f.applied.axes) for spec in specs]
 
     def _entry(
         self,
@@ -270,8 +270,8 @@ class _Partition:
         cut: DimSplit,
     ) -> _Entry:
         avals = {index: _global_aval(leaves[index], places[index], cut) for index in tensors}
-        looks = tuple(leaf_signature(avals.get(index, leaf), exact=True) for index, leaf in enumerate(leaves))
-        key = (inner, tree, looks, tuple(current_axes().items()), hidden_axes(), cut)
+        signatures = tuple(leaf_signature(avals.get(index, leaf), exact=True) for index, leaf in enumerate(leaves))
+        key = (inner, tree, signatures, tuple(current_axes().items()), hidden_axes(), cut)
         recording = recorder()  # a program being lowered copies the data that it needs, and outlives the trace
         known = self.entries if recording is None else recording.notes.setdefault(self, {})
         entry: _Entry | None = known.get(key)

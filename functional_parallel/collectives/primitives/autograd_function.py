@@ -26,7 +26,7 @@ from .emit import APPLY, apply_primitive
 AxisNames = tuple[str, ...]
 
 
-class _Context(Protocol):
+class _PrimitiveContext(Protocol):
     axes: AxisNames
     params: Sequence[Param]
     environment: Environment  # bindings of the axes in the forward
@@ -42,18 +42,18 @@ def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor
             return op(x, axes, *params)
 
         @staticmethod
-        def setup_context(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+        def setup_context(ctx: _PrimitiveContext, inputs: tuple[Any, ...], output: Tensor) -> None:
             _, _, ctx.axes, *ctx.params = inputs
             ctx.environment = snapshot()
 
         @staticmethod
-        def jvp(ctx: _Context, tangent: Tensor, *_: None) -> Tensor:
+        def jvp(ctx: _PrimitiveContext, tangent: Tensor, *_: None) -> Tensor:
             if transpose is None:
                 raise _no_derivative(operation, ctx.axes)
             return apply_primitive(operation, tangent, ctx.axes, *ctx.params)
 
         @staticmethod
-        def backward(ctx: _Context, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: _PrimitiveContext, cotangent: Tensor) -> tuple[Tensor | None, ...]:
             if transpose is None:
                 raise _no_derivative(operation, ctx.axes)
             with restored(ctx.environment):

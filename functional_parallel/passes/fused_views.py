@@ -15,7 +15,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import RESHAPES, UNIT_DIMS, Traced, info
-from .base import Phase, ProgramPass, Scope
+from .program_pass import Phase, ProgramPass, Scope
 
 aten = torch.ops.aten
 

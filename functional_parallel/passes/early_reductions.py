@@ -15,7 +15,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Role, Traced, collective_call, info, operands_of
-from .base import Phase, ProgramPass, Scope
+from .program_pass import Phase, ProgramPass, Scope
 from .swap import commutes_with_sum, is_cast
 
 aten = torch.ops.aten
