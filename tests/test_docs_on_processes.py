@@ -34,6 +34,13 @@ ONLY_SIMULATED = {
             ">>> {rank: node.weights[0] for rank, node in state.nodes.items()}  # the turn of each rank's weights",
         )
     },
+    **{
+        ("docs/from_loss_to_collectives.md", head): "shows the handles of simulated ranks"
+        for head in (
+            '>>> for path, spec, shards in zip(("down", "up"), state.layout.specs, state.handles):',
+            ">>> up, spec = state.handles[1], state.layout.specs[1]",
+        )
+    },
     (
         "docs/launching.md",
         ">>> import torch, functional_parallel as fp",
@@ -53,7 +60,7 @@ def run_blocks(rank: int, page: Path, chosen: list[int], folder: str) -> dict[in
         report: list[str] = []
         try:
             if ">>>" in code:
-                test = doctest.DocTestParser().get_doctest(code, names, name(page), str(page), line)
+                test = doctest.DocTestParser().get_doctest(code, names, f"{name(page)}, {line}", str(page), line)
                 runner.run(test, out=report.append, clear_globs=False)
                 names.update(test.globs)
             else:

@@ -135,7 +135,7 @@ def search(
     >>> from functional_parallel.schedules import Layer, Machine, search
     >>> layers = [Layer(1.0, 1.0, 1.0, activation=1.0, gradient=50.0, state=100.0)] * 8
     >>> search(layers, Machine(ranks=4, memory=350, reduce_bandwidth=10), batch=16, names=["gpipe", "1f1b", "zb-h1"])[0]
-    Plan(name='zb-h1', depth=4, replicas=1, microbatch=1, time=102.0, memory=208.0)
+    ScheduleChoice(name='zb-h1', depth=4, replicas=1, microbatch=1, time=102.0, memory=208.0)
 
     The search covers all depths that divide the ranks, all microbatches that divide the batch of a replica, and all
     schedules in `names`. The layers are cut into consecutive stages so that the slowest stage is as fast as possible.

@@ -116,7 +116,8 @@ class Plan:
         """Return the plan that `to_json` wrote.
 
         Args:
-            text: JSON. Its transforms are those of this library, and others whose classes exist by now.
+            text: JSON. Its transforms are those of this library, and others whose classes exist by now. Of
+                several classes with one name, the last one counts.
 
         Raises:
             ValueError: if the text has anything else. No code in it runs.

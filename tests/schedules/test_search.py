@@ -75,7 +75,9 @@ def test_two_copies_are_two_states() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(ScheduleError, match=r"no plan fits in 50 bytes per rank; the smallest takes 101: Plan\(name="):
+    with pytest.raises(
+        ScheduleError, match=r"no plan fits in 50 bytes per rank; the smallest takes 101: ScheduleChoice\(name="
+    ):
         search([LAYER] * 4, Machine(ranks=4, memory=50), batch=4)
     with pytest.raises(ScheduleError, match="can run 2 layers on 3 ranks with a batch of 4"):
         search([LAYER] * 2, Machine(ranks=3), batch=4, names=["1f1b"])

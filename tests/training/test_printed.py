@@ -27,7 +27,7 @@ def test_every_object_says_what_it_is() -> None:
 
 def test_a_layout_says_its_axes_and_requests() -> None:
     assert repr(PLAN(loss).specs) == (
-        "Layout(zero(1, 'data'); local over 'data'; requests: pass 'remat', batch sharded over 'data', "
+        "Applied(zero(1, 'data'); local over 'data'; requests: pass 'remat', batch sharded over 'data', "
         "update sharded over 'data')"
     )
-    assert repr(fp.partition(loss, "i", None, None).specs).startswith("Layout(")
+    assert repr(fp.partition(loss, "i", None, None).specs).startswith("Applied(")
