@@ -91,6 +91,13 @@ def test_compose_transforms(run: Run) -> None:
     assert all("psum over data" not in line for line in lines if line.startswith("per-sample")), "samples do not meet"
 
 
+def test_decode_with_cache(run: Run) -> None:
+    text = run("decode_with_cache.py")
+    assert re.search(r"^psum +tensor +1 ×", text, re.MULTILINE), "the heads meet once"
+    assert "key: (4, 6, 4, 4) float32, P('data', None, 'tensor')" in text, "the cache stays on the ranks"
+    assert float(re.findall(r"differ by (\S+)", text)[0]) < 1e-5
+
+
 def test_train_gpt(run: Run, tmp_path: Path) -> None:
     """A few steps on a small model: a plot, a sample, a summary; `test_main_job.py` compares losses."""
     size = ["--steps", "3", "--layers", "1", "--embed", "16", "--heads", "2", "--time", "32", "--batch", "8"]
