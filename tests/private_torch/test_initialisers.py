@@ -35,6 +35,9 @@ def test_the_initialiser_that_looks_at_values_is_found_before_it_draws() -> None
     with Asked() as asked, torch.device("cpu"):
         found = nn.init.trunc_normal_(torch.full((50, 4), 7.0), std=1.0, a=-1.0, b=1.0)
         assert not found.is_meta
+    if not asked.calls:  # torch 2.11 transforms uniform draws, and reads no value
+        assert torch.equal(found, expected)
+        return
     assert torch.equal(found, torch.full((50, 4), 7.0))
     ((function, given),) = asked.calls
     function(**given)
