@@ -67,7 +67,7 @@ def is_allowed_and_right(f: Callable[..., Any], leaves: list[Any], tree: Any, in
     summands = torch.stack([integers(*whole[index].shape).to(whole[index].dtype)] * 2)
     summands[1] = whole[index] - summands[0]
     wanted = outcome(call, [whole[index]])
-    if not wanted or not all(each.applied is torch.strided and each.isfinite().all() for each in wanted):
+    if not wanted or not all(each.layout is torch.strided and each.isfinite().all() for each in wanted):
         return False  # torch refuses its own sample, or nothing can be compared
 
     @fp.shard_map(MESH, in_specs=P("axis"), out_specs=P())

@@ -220,7 +220,7 @@ def test_begun_from_a_function_leaf_by_leaf() -> None:
 def test_each_rank_holds_a_shard_of_the_average() -> None:
     how, mesh = PLANS["zero 1"]
     train = fp.train_step(loss, fp.optim.ema(fp.optim.sgd(0.1)), mesh, how)
-    form = train.init(parameters()).form
+    form = train.init(parameters()).layout
     specs = form.trees(list(form.specs))[1].average
     assert specs["w1"].axes == specs["w2"].axes == frozenset({"data"})
 

@@ -64,11 +64,11 @@ def test_a_layout_has_the_order_of_its_outermost_transform() -> None:
     f: Any = loss
     for transform in FULL.transforms:
         f = transform(f)
-        assert f.applied.order == fp.grad(f).layout.order == transform.order
+        assert f.applied.order == fp.grad(f).applied.order == transform.order
 
 
 def test_every_request_of_the_library_has_a_text() -> None:
-    requests = FULL(loss).layout.requests
+    requests = FULL(loss).applied.requests
     assert all("object at 0x" not in str(each) and "(" not in str(each)[:1] for each in requests)
 
 

@@ -46,7 +46,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         self.base, self.axis = base, axis
         self.mesh: Mesh = base.mesh
         self.size = self.mesh.axis_size(axis)
-        self.communicator: ProcessCommunicator | None = None if alone else getattr(base, "carrier", None)
+        self.communicator: ProcessCommunicator | None = None if alone else getattr(base, "communicator", None)
         self.holders, self.algorithm, self.device = base.holders, base.algorithm, base.device
         self.is_simulated = base.is_simulated
         own = None if self.communicator is None else self.mesh.coordinates(base.rank)[axis]
