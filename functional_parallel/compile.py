@@ -29,6 +29,7 @@ from .partitioner import call_shard_map
 from .passes import Options, pass_names
 from .pipelines import PipelineProgram
 from .program import Explanation, PassTable, Program
+from .quantities import is_positive_int
 from .runtime import check_backend, moved_to, refuse_asynchronous, runtime_of
 from .stateful import Sharded, StatefulProgram, require_same_state, run_held, tensors_of
 from .tracing import disable_ambient_modes, recorder
@@ -84,11 +85,16 @@ def compile(
         DonatedStateError: when called, if the state was given to an earlier call.
         TypingError: when called, if the program treats a value as something it is not.
         BackendError: when called, if the backend lacks something on this machine.
-        ValueError: for an unknown backend; when called, if `without` names a pass that does not exist.
+        ValueError: for an unknown backend, or a `state` that is no index; when called, if `without` names a pass that
+            does not exist.
     """
     check_callable(f)
     require_mesh(mesh, "compile")
     check_backend(backend)
+    if state is not None and state != 0 and not is_positive_int(state):
+        raise ValueError(
+            f"compile(state={state!r}): it is the index of the argument that is the state, 1 for the second"
+        )
     if isinstance(f, LocalFunction):
         f.applied.mesh(mesh)
         refuse_asynchronous(f, mesh)

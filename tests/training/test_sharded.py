@@ -182,6 +182,9 @@ def test_the_state_is_an_argument() -> None:
     run = fp.compile(lambda p, s: (p, s), Mesh(data=2), in_specs=(P(), P()), out_specs=P(), state=2)
     with pytest.raises(ValueError, match=r"state at index 2 of its arguments, and takes 2"):
         run(torch.ones(2), torch.ones(2))
+    for wrong in ("cache", -1, 1.5):
+        with pytest.raises(ValueError, match="index of the argument that is the state"):
+            fp.compile(fp.zero(3, "data")(lambda w, c, x: (w.sum(), c)), Mesh(data=2), state=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", WRONG)
