@@ -30,11 +30,6 @@ def tree_map_params(change: Callable[[PyTree], PyTree], state: PyTree, structure
     return optree.tree_map(lambda x: change(x) if is_like(x) else x, state, is_leaf=is_like)
 
 
-def likes(state: PyTree, structure: optree.PyTreeSpec) -> list[PyTree]:
-    is_like = _is_like(structure)
-    return [each for each in optree.tree_leaves(state, is_leaf=is_like) if is_like(each)]
-
-
 def _is_like(structure: optree.PyTreeSpec) -> Callable[[PyTree], bool]:
     def is_like(x: PyTree) -> bool:
         is_scalar = isinstance(x, torch.Tensor) and x.ndim == 0

@@ -16,7 +16,6 @@ from sharding_specs import tree_paths
 from ..errors import NothingToTrainError, NotTrainedWarning
 from ..functions import PyTree, unused
 from ..ir import current_source, is_trained, warn_at
-from ..optim import likes, tree_map_params
 from ..tracing import ClosedOver, recorder
 
 _LISTED = 8
@@ -123,20 +122,33 @@ def old_weights(new: PyTree, old: PyTree, masks: PyTree) -> PyTree:
 def old_state(new: PyTree, old: PyTree, params: PyTree, masks: PyTree) -> PyTree:
     """Return the new optimizer state, with the old values for untrained parameters.
 
-    A leaf of the state belongs to a parameter if its subtree has the parameters' structure and it has the shape. A mask
-    is True for an untrained parameter, False for a trained one, or marks the untrained elements.
+    What a state has for a parameter is in a subtree that begins with the parameters' structure: a leaf of its shape, or
+    several leaves, such as the means of adafactor. A mask is True for an untrained parameter, False for a trained one,
+    or marks the untrained elements.
     """
     if not any(mask is not False for mask in optree.tree_leaves(masks)):
         return new
-    subtrees = iter(likes(old, optree.tree_structure(params)))
+    structure = optree.tree_structure(params)
+
+    def begins_like(x: PyTree) -> bool:
+        if structure.num_nodes == 1:
+            return optree.tree_structure(x) == structure and getattr(x, "ndim", 0) > 0
+        try:
+            return structure.num_leaves > 0 and bool(structure.flatten_up_to(x))
+        except ValueError:
+            return False
+
+    kept = (each for each in optree.tree_leaves(old, is_leaf=begins_like) if begins_like(each))
 
     def chosen(after: PyTree) -> PyTree:
-        return optree.tree_map(_chosen, masks, params, after, next(subtrees))
+        trees = masks, params, after, next(kept)
+        return structure.unflatten(list(map(_chosen, *map(structure.flatten_up_to, trees))))
 
-    return tree_map_params(chosen, new, optree.tree_structure(params))
+    return optree.tree_map(lambda x: chosen(x) if begins_like(x) else x, new, is_leaf=begins_like)
 
 
-def _chosen(mask: torch.Tensor | bool, param: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    if mask is False or getattr(new, "shape", None) != getattr(param, "shape", None):
+def _chosen(mask: torch.Tensor | bool, param: torch.Tensor, new: PyTree, old: PyTree) -> PyTree:
+    shape = getattr(new, "shape", None)
+    if mask is False or (shape is not None and shape != getattr(param, "shape", None)):
         return new
     return old if mask is True else torch.where(mask, old, new)

@@ -202,6 +202,7 @@ class FlatPacking:
         )
         update = with_constants(optimizer, constants)
         if not self._is_checked:
+            require_elementwise(optimizer, self.params, self.constants)
             by_leaf = with_constants(optimizer, self.constants)
             require_declaration_kept(slice_mismatch(optimizer.init, by_leaf, self.params, self._joined, update))
             self._is_checked = True
