@@ -13,7 +13,7 @@ from .lion import LionState, lion, scale_by_lion
 from .muon import MuonState, muon
 from .optimizer import EMAState, Optimizer, Schedule, clip_value, is_declared_elementwise, rates, scheduled_rates
 from .sgd import SGDState, sgd, trace
-from .state_trees import like_params, tree_map_params
+from .state_trees import like_params, tree_map_of_params, tree_map_params
 
 __all__ = [
     "AdafactorState",

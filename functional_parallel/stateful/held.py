@@ -97,7 +97,7 @@ def tensors(handles: Sequence[Any]) -> list[Any]:
 
 
 def copied(handles: Sequence[Any]) -> tuple[Any, ...]:
-    """Return handles in separate memory."""
+    """Return copies of handles that share no memory with them."""
     return tuple(x if isinstance(x, StaticLeaf) else copy_if_aliased(x, storages(x)) for x in handles)
 
 

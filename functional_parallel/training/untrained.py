@@ -16,6 +16,7 @@ from sharding_specs import tree_paths
 from ..errors import NothingToTrainError, NotTrainedWarning
 from ..functions import PyTree, unused
 from ..ir import current_source, is_trained, warn_at
+from ..optim import tree_map_of_params
 from ..tracing import ClosedOver, recorder
 
 _LISTED = 8
@@ -116,38 +117,20 @@ def old_params(new: PyTree, old: PyTree, flags: Sequence[bool]) -> PyTree:
 
 def old_weights(new: PyTree, old: PyTree, masks: PyTree) -> PyTree:
     """Return the new parameters of an update, with the old values of untrained ones; see `old_state` for the masks."""
-    return optree.tree_map(_chosen, masks, old, new, old)
+    return optree.tree_map(_chosen, new, old, masks, old)
 
 
 def old_state(new: PyTree, old: PyTree, params: PyTree, masks: PyTree) -> PyTree:
     """Return the new optimizer state, with the old values for untrained parameters.
 
-    What a state has for a parameter is in a subtree that begins with the parameters' structure: a leaf of its shape, or
-    several leaves, such as the means of adafactor. A mask is True for an untrained parameter, False for a trained one,
-    or marks the untrained elements.
+    A mask is True for an untrained parameter, False for a trained one, or marks the untrained elements.
     """
     if not any(mask is not False for mask in optree.tree_leaves(masks)):
         return new
-    structure = optree.tree_structure(params)
-
-    def begins_like(x: PyTree) -> bool:
-        if structure.num_nodes == 1:
-            return optree.tree_structure(x) == structure and getattr(x, "ndim", 0) > 0
-        try:
-            return structure.num_leaves > 0 and bool(structure.flatten_up_to(x))
-        except ValueError:
-            return False
-
-    kept = (each for each in optree.tree_leaves(old, is_leaf=begins_like) if begins_like(each))
-
-    def chosen(after: PyTree) -> PyTree:
-        trees = masks, params, after, next(kept)
-        return structure.unflatten(list(map(_chosen, *map(structure.flatten_up_to, trees))))
-
-    return optree.tree_map(lambda x: chosen(x) if begins_like(x) else x, new, is_leaf=begins_like)
+    return tree_map_of_params(_chosen, optree.tree_structure(params), new, old, masks, params)
 
 
-def _chosen(mask: torch.Tensor | bool, param: torch.Tensor, new: PyTree, old: PyTree) -> PyTree:
+def _chosen(new: PyTree, old: PyTree, mask: torch.Tensor | bool, param: torch.Tensor) -> PyTree:
     shape = getattr(new, "shape", None)
     if mask is False or (shape is not None and shape != getattr(param, "shape", None)):
         return new

@@ -112,6 +112,29 @@ def test_no_plan_updates_them(name: str, where: str) -> None:
 
 
 @pytest.mark.usefixtures("_quiet")
+@pytest.mark.parametrize("plan", [None, fp.zero(1, "data")])
+def test_a_state_whose_containers_are_those_of_the_parameters(plan: Any) -> None:
+    """Two moments in a list, of two parameters in a list: the first moment is not that of the first parameter."""
+
+    def init(params: list[torch.Tensor]) -> list[Any]:
+        return [optree.tree_map(torch.zeros_like, params) for _ in range(2)]
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        state = [optree.tree_map(lambda m, g, by=by: m + by * g, each, grads) for by, each in enumerate(state, 1)]
+        return optree.tree_map(lambda p, m: p - 0.5 * m, params, state[0]), state
+
+    optimizer = fp.optim.Optimizer(init, update, elementwise=True)
+    train = fp.train_step(lambda p, x: (x @ p[1]).sum(), optimizer, Mesh(data=2), plan)
+    state, _ = train(train.init([torch.ones(3), torch.ones(4)]), torch.ones(2, 4))
+    params, moments = train.whole(state)
+    assert [each.tolist() for each in params] == [[1.0] * 3, [0.0] * 4]
+    assert [[each.tolist() for each in of_one] for of_one in moments] == [
+        [[0.0] * 3, [2.0] * 4],
+        [[0.0] * 3, [4.0] * 4],
+    ]
+
+
+@pytest.mark.usefixtures("_quiet")
 @pytest.mark.parametrize("name", [name for name, (_, of_torch) in OPTIMIZERS.items() if of_torch is not None])
 def test_the_step_is_that_of_torch(name: str) -> None:
     optimizer, of_torch = OPTIMIZERS[name]

@@ -114,10 +114,8 @@ def find_step_layout(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Op
     structure, norm = optree.tree_structure(shapes), (resolved.norm if clipped else None) or (P(),) * len(frozen)
     update = resolved.updated()
     counted = [a.replace(owner={}, storage={}).divided(b, mesh) for a, b in zip(update, norm, strict=True)]
-    packed, owners = (
-        NoPacking(shapes, _decided(resolved.stacks, like, optimizer, "constants", None)),
-        owners_of(applied),
-    )
+    packed = NoPacking(shapes, _decided(resolved.stacks, like, optimizer, "constants", None))
+    owners = owners_of(applied)
     trees = structure.unflatten(update), structure.unflatten(counted)
     return StepLayout(shapes, packed, compute, kept, compute, whole, *trees, frozen, owners, resolved.stacks)
 
