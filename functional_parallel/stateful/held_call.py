@@ -69,9 +69,8 @@ def run_held(
     program, on = lowered.program, runtime()
     handles, kept, old = list[Any](), list[Any](), None
     for number, arg in enumerate(args):
-        specs = list(map(at_rest, program.in_specs[len(handles) :]))
         if number == state and not isinstance(arg, Sharded):
-            rest = iter(specs)
+            rest = map(at_rest, program.in_specs[len(handles) :])
             wanted = optree.tree_map(lambda x, rest=rest: next(rest) if isinstance(x, torch.Tensor) else P(), arg)
             arg = Sharded.of(arg, on.mesh, wanted)
         elif number == state and (arg.is_view or sum(arg is each for each in args) > 1):
@@ -79,7 +78,8 @@ def run_held(
         if isinstance(arg, Sharded):
             held = tensors(arg.handles)
             stacks = None if number or lowered.resolved is None else lowered.resolved.stacks
-            arg.require(on, program.name, stacks, program.in_paths[len(handles) :], specs[: len(held)])
+            own = slice(len(handles), len(handles) + len(held))
+            arg.require(on, program.name, stacks, program.in_paths[own], list(map(at_rest, program.in_specs[own])))
             old = arg if number == state else old
             kept += [] if number == state else held
             handles += held

@@ -58,7 +58,7 @@ class Sharded(Held):
 
     as_argument: ClassVar = "an argument by itself, not a part of one: give it alone, or .full()"
 
-    __slots__ = ("_runtime", "_source", "_specs", "_stacks", "mesh", "shapes")
+    __slots__ = ("_hollows", "_runtime", "_source", "_specs", "_stacks", "mesh", "shapes")
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Sharded(Held):
         super().__init__(handles)
         self.shapes, self.mesh, self._specs = shapes, runtime().mesh, tuple(specs)
         self._runtime, self._stacks, self._source = runtime, stacks, source
+        self._hollows: dict[torch.device, PyTree] = {}
 
     @classmethod
     def of(cls, tree: PyTree, mesh: Mesh, specs: SpecTree) -> Sharded:
@@ -258,7 +259,10 @@ class Sharded(Held):
 
     def like(self, device: torch.device | None) -> PyTree:
         """Return the tree with tensors without values, for a trace."""
-        return hollow_on(self.shapes, device or device_of(self.handles))
+        place = device or device_of(self.handles) or torch.get_default_device()
+        if place not in self._hollows:
+            self._hollows[place] = hollow_on(self.shapes, place)
+        return self._hollows[place]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
