@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import optree
@@ -72,10 +71,9 @@ class Held(ABC):
             raise
 
 
-@cache  # a call asks for each of its arguments
 def at_rest(spec: P) -> P:
     """Return the layout between calls of a value that a program computes with in this layout."""
-    return spec.without(spec.reduced)
+    return spec.without(spec.reduced) if spec.reduced else spec
 
 
 def tensors_of(tree: PyTree) -> list[torch.Tensor]:
