@@ -136,3 +136,30 @@ def test_channels_are_split_without_a_collective(statistics: P, training: bool) 
     ):
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
     assert step.program.counts() == {("psum", ("tensor",)): 1}
+
+
+NORMS = {
+    "torch.native_batch_norm": lambda x, w, b, mean, var: torch.native_batch_norm(x, w, b, mean, var, True, 0.1, 1e-5)[
+        0
+    ],
+    "torch.batch_norm": lambda x, w, b, mean, var: torch.batch_norm(x, w, b, mean, var, True, 0.1, 1e-5, False),
+    "F.instance_norm": lambda x, w, b, mean, var: nn.functional.instance_norm(x, mean, var, w, b),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("split", [P("data"), P(None, None, "data")], ids=["samples", "columns"])
+def test_ops_below_the_function_write_running_statistics_too(name: str, split: P) -> None:
+    """`native_batch_norm` writes into them without a word in its schema."""
+
+    def loss(params: dict[str, torch.Tensor], mean: torch.Tensor, var: torch.Tensor, x: torch.Tensor) -> Any:
+        mean, var = mean.clone(), var.clone()
+        return NORMS[name](x, params["g"], params["b"], mean, var).square().sum(), (mean, var)
+
+    torch.manual_seed(0)
+    params = {"g": torch.randn(3).double(), "b": torch.randn(3).double()}
+    args = (params, torch.randn(3).double(), torch.rand(3).double(), torch.randn(4, 3, 6).double())
+    partitioned = fp.partition(loss, "data", (P(), P(), P(), split), P())
+    found = fp.compile(fp.grad_and_value(partitioned, has_aux=True), Mesh(data=2))(*args)
+    wanted = torch.func.grad_and_value(loss, has_aux=True)(*args)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from ... import _torch
 from ...ir import tensor_operands
-from ...tracing import Replaced, intercept
+from ...tracing import Replaced, intercept, intercept_op
 from ..op_context import OpContext
 from ..registry import Rule, rule
 from ..texts import ndim_of
@@ -83,12 +83,45 @@ def batch_norm(
     if not own:
         return normed(input, weight, bias, running_mean, running_var, False, 0.0, eps)[0]
     result, mean, rstd = normed(input, weight, bias, None, None, True, 0.0, eps)
-    if running_mean is not None and running_var is not None:
-        count = input.numel() // input.shape[1]
-        variance = rstd.detach().square().reciprocal() - eps
-        running_mean.copy_(running_mean * (1 - momentum) + mean.detach() * momentum)
-        running_var.copy_(running_var * (1 - momentum) + variance * (count / max(count - 1, 1)) * momentum)
+    _update(input, running_mean, running_var, mean.detach(), rstd.detach(), momentum, eps)
     return result
+
+
+@intercept_op(aten.native_batch_norm.default)
+def _with_update(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The op writes into the running statistics, which its schema does not declare.
+    if not training or (running_mean is None and running_var is None):
+        return NotImplemented
+    found: tuple[Tensor, Tensor, Tensor] = aten.native_batch_norm.default(
+        input, weight, bias, None, None, True, 0.0, eps
+    )
+    _update(input, running_mean, running_var, *found[1:], momentum, eps)
+    return found
+
+
+def _update(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    momentum: float,
+    eps: float,
+) -> None:
+    if running_mean is not None:
+        running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
+    if running_var is not None:
+        count, variance = x.numel() // x.shape[1], rstd.square().reciprocal() - eps
+        running_var.copy_(running_var * (1 - momentum) + variance * (count / max(count - 1, 1)) * momentum)
 
 
 def batch_norm_formula(
@@ -103,7 +136,7 @@ def batch_norm_formula(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `native_batch_norm` without an update of statistics, by ops that have sharding rules and derivatives."""
     shape, dims = [1, -1] + [1] * (x.ndim - 2), [0, *range(2, x.ndim)]
-    if mean is None or variance is None:
+    if training or mean is None or variance is None:
         mean = x.mean(dims)
         centred = x - mean.reshape(shape)
         variance = (centred * centred).mean(dims)
@@ -112,6 +145,8 @@ def batch_norm_formula(
     rstd = torch.rsqrt(variance + eps)
     x = centred * rstd.reshape(shape)
     x = x * weight.reshape(shape) if weight is not None else x
+    if not training and x.device.type == "cpu":  # as torch's kernel there
+        mean = rstd = x.new_zeros(0)
     return x + bias.reshape(shape) if bias is not None else x, mean, rstd
 
 
