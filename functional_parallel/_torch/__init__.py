@@ -2,6 +2,7 @@
 
 from .backends import compile_by_inductor, fused_adamw_, has_fused_adamw, store_of_all_ranks, timeout_of_all_ranks
 from .checkpointing import checkpointing
+from .fake_results import FakeResults
 from .fakes import (
     DATA_DEPENDENT_ERRORS,
     FakeTensor,
@@ -17,6 +18,7 @@ from .fakes import (
 from .functions import FunctionContext, InDims, VmapInfo, running_functions
 from .hooks import flags_of_parameter, forward_hooks, gradient_hooks, has_step_hooks
 from .initialisers import default_generator, redrawing_initialiser
+from .nodes import add_call
 from .ops import (
     HigherOrderOp,
     Op,
@@ -36,6 +38,7 @@ from .ops import (
 from .stand_in import FakeTensorMode, device_for_trace, is_missing, wished_device
 from .threads import Replacement, of_thread, pushed
 from .transforms import (
+    DispatchMode,
     TorchDispatchMode,
     backward_node_number,
     counting_levels,

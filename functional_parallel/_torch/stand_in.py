@@ -18,6 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 
+from .transforms import DispatchMode
+
 _wished: list[torch.device] = []  # the device of each index of the stand-in, from index 1
 _below = threading.local()  # `.mode` is true while this thread runs torch's code below a fake mode
 
@@ -71,8 +73,6 @@ def _make_first_mode() -> None:
     thread.join()
 
 
-_IN_KEYS = {bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None)}
-
 # without the wrappers of torch that count calls and turn its compiler off, as for the method below
 _dispatch = inspect.unwrap(_FakeTensorMode.__torch_dispatch__)
 
@@ -80,24 +80,11 @@ _dispatch = inspect.unwrap(_FakeTensorMode.__torch_dispatch__)
 class FakeTensorMode(_FakeTensorMode):
     """Mode of fake tensors that may be on devices that this machine lacks."""
 
+    _should_skip_dynamo = DispatchMode._should_skip_dynamo
+
     def __init__(self, **options: Any) -> None:
         _make_first_mode()
         super().__init__(**options)
-
-    def _prep_args_for_hash(self, result: list[Any], args: Any, *more: Any) -> None:
-        """Write the operands of an op into the key of torch's cache of results.
-
-        torch's own method asks for more than a strided tensor has, and takes a tenth of the time of a trace.
-        """
-        for arg in args if type(args) is tuple else (args,):
-            is_plain = type(arg) is FakeTensor and arg.layout is torch.strided and arg.constant is None
-            if is_plain and self.is_our_fake(arg):
-                result += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device)
-                result += (arg.requires_grad, arg.is_conj(), arg.is_neg(), arg.is_inference(), arg.is_quantized)
-            elif type(arg) in _IN_KEYS:
-                result += (type(arg), arg)
-            else:
-                super()._prep_args_for_hash(result, arg if arg is args else (arg,), *more)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

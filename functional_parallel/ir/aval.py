@@ -58,7 +58,7 @@ class Aval:
 
 def aval_of(value: torch.Tensor) -> Aval:
     """Return shape, dtype and device of a tensor. Equal ones may share one cached object."""
-    return _aval(tuple(int(size) for size in value.shape), value.dtype, value.device)
+    return _aval(tuple(value.shape), value.dtype, value.device)
 
 
 _aval = lru_cache(maxsize=4096)(Aval)

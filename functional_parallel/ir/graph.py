@@ -66,7 +66,7 @@ class Traced:
 
     def call(self, op: Target, args: Args, known: NodeInfo, kwargs: Kwargs | None = None) -> fx.Node:
         """Add an op at the insertion point of the graph, with the facts about it."""
-        node = self.graph.call_function(op, args, kwargs)
+        node = _torch.add_call(self.graph, op, args, kwargs)
         set_info(node, known)
         return node
 

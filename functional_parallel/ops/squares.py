@@ -57,7 +57,7 @@ def _square(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _fake(tensors: Sequence[Tensor]) -> Tensor:
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    dtype = functools.reduce(torch.promote_types, dict.fromkeys(x.dtype for x in tensors))
     dtype = dtype if dtype.itemsize >= 4 else torch.float32
     return tensors[0].new_empty((), dtype=dtype)
 

@@ -8,6 +8,7 @@ name. Of the ops that they dispatch, draws and masked writes are replaced with `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import FunctionType, NotImplementedType
 from typing import Any, TypeAlias, TypeVar
 
@@ -52,6 +53,7 @@ def intercept(
         (_always if always else _in_derivatives if inside else _in_forwards)[function] = replacement
         if same_strides:
             _with_the_same_strides.add(replacement)
+        _is_left_alone.cache_clear()
         return replacement
 
     return register
@@ -82,6 +84,8 @@ class Interception(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Argument:
         kwargs = kwargs or {}
+        if _is_left_alone(func) and not self.enclosed.tensors:  # most calls: a shape, a dtype, an op
+            return func(*args, **kwargs)
         if self.enclosed.are_in(args, kwargs):
             return self.enclosed.refuse(func, args, kwargs)
         if declares_writes(func) and _torch.has_functorch_level(optree.tree_leaves((args, kwargs))):
@@ -105,6 +109,12 @@ class Interception(TorchFunctionMode):
         if result is not NotImplemented and replacement not in _with_the_same_strides:
             self.layouts.leave_unknown(result, (args, kwargs), func.__name__)
         return result
+
+
+@lru_cache(maxsize=4096)
+def _is_left_alone(function: Callable[..., Any]) -> bool:
+    is_replaced = any(function in each for each in (_always, _in_forwards, _in_derivatives))
+    return not is_replaced and not declares_writes(function) and _unasked(function) is None
 
 
 def _unasked(function: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -26,7 +26,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from ..collectives import check_op, fake_kernel, gradients_at_call, trace_only
+from ..collectives import check_op, current_axes, fake_kernel, gradients_at_call, trace_only
 from ..errors import CustomFunctionError, TracingError
 from ..ir import (
     VIEWS,
@@ -85,9 +85,9 @@ def trace(
     enclosed = CapturedTensors(fn)
     mode = outer.fake_mode if outer is not None else _torch.FakeTensorMode(allow_non_fake_inputs=True)
     with _torch.disable_functorch(), trace_only(), torch.inference_mode(False), torch.enable_grad():
-        with mode:
-            arguments = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in inputs]
         recording = Recorder(mode, forward_only, on_node, outer, is_local_body)
+        with mode:
+            arguments = [recording.results.empty(a.shape, a.dtype, a.device) for a in inputs]
         recording.start(arguments, types, paths)
         with ExitStack() as stack:
             alone = forward_only and (on_node is None or is_local_body)  # a region's body may be partitioned
@@ -172,7 +172,7 @@ class Recorder(TraceWriter):
     ) -> Argument:
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):  # half of all calls, by autograd
-            return _torch.FakeTensor.__torch_dispatch__(func, types, args)
+            return args[0].fake_device
         if not isinstance(func, torch._ops.OpOverload):
             return unrolled(self, func, args, kwargs)
         check_op(func)
@@ -205,7 +205,8 @@ class Recorder(TraceWriter):
             return result
         _refuse_decisions(self, func, args)
         try:
-            result = (fake_kernel(func) or func)(*args, **kwargs)  # torch takes three times as long to find the first
+            state = tuple(current_axes().items()) if func.namespace == "fp" else None  # sizes of mesh axes
+            result = self.results.call(func, fake_kernel(func) or func, args, kwargs, state)
         except RuntimeError:
             require_one_device(self, func, args, kwargs)
             raise

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import Argument
+from torch.fx.node import Argument, Target
 
 from .. import _torch
 from ..errors import TracingError
-from ..ir import Args, Aval, Kwargs, NodeInfo, Traced, aval_of, current_source, info, set_info, update_info, walk_args
+from ..ir import Args, Aval, Kwargs, NodeInfo, Traced, aval_of, current_source, info, update_info, walk_args
 from .closed_over import ClosedOver, closed_over
 from .memory_layout import Layouts
 from .view_chains import ViewChains
@@ -26,7 +26,7 @@ from .view_chains import ViewChains
 aten = torch.ops.aten
 
 
-class TraceWriter(_torch.TorchDispatchMode):
+class TraceWriter(_torch.DispatchMode):
     """Write nodes, and find the node of a tensor. The arguments are as for `trace`; `outer` is the trace around."""
 
     def __init__(
@@ -37,9 +37,10 @@ class TraceWriter(_torch.TorchDispatchMode):
         outer: TraceWriter | None,
         is_local_body: bool = False,
     ) -> None:
-        _torch.TorchDispatchMode.__init__(self)
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode, self.forward_only, self.on_node = fake_mode, forward_only, on_node
         self.is_local_body, self.outer = is_local_body, outer
+        self.results: _torch.FakeResults = _torch.FakeResults(fake_mode) if outer is None else outer.results
         self.traced = Traced(fx.Graph())
         self._nodes: dict[int, fx.Node] = {}
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -161,13 +162,13 @@ class TraceWriter(_torch.TorchDispatchMode):
 
     def write(self, func: _torch.Op, args: Args, kwargs: Kwargs, result: Argument) -> fx.Node:
         node_args, node_kwargs = walk_args((tuple(args), dict(kwargs)), self._as_node)
-        node = self.traced.graph.call_function(func, node_args, node_kwargs)
         number = _torch.backward_node_number()
         backward = number is not None
         forward = self._forwards.get(number) if number is not None else None
         source = (info(forward).source if forward is not None else None) if backward else current_source()
         no_grad = self._gradients_are_off(func, backward)
-        set_info(node, NodeInfo(_value(result), source, None, backward, no_grad, forward))
+        known = NodeInfo(_value(result), source, None, backward, no_grad, forward)
+        node = self.traced.call(func, node_args, known, node_kwargs)
         self._number(node)
         self._bind_result(node, result)
         return node
@@ -197,18 +198,15 @@ class TraceWriter(_torch.TorchDispatchMode):
             return
         for index, part in enumerate(result):
             if isinstance(part, torch.Tensor):
-                item = self.traced.graph.call_function(operator.getitem, (node, index))
-                set_info(item, info(node)._replace(val=aval_of(part)))
-                self._announce(item)
+                item = self.create(operator.getitem, (node, index), {}, info(node)._replace(val=aval_of(part)))
                 self.bind(part, item)
 
     def _announce(self, node: fx.Node) -> None:
         if self.on_node is not None:
             self.on_node(node)
 
-    def create(self, op: _torch.Op, args: Args, kwargs: Kwargs, known: NodeInfo) -> fx.Node:
-        node = self.traced.graph.call_function(op, args, kwargs)
-        set_info(node, known)
+    def create(self, op: Target, args: Args, kwargs: Kwargs, known: NodeInfo) -> fx.Node:
+        node = self.traced.call(op, args, known, kwargs)
         self._announce(node)
         return node
 
