@@ -43,6 +43,7 @@ from .source import (
     recompute_region,
     warn_at,
 )
+from .stamping import Rename, Template
 from .stand_ins import define_op, differentiable_form, origin_of, register_differentiable
 from .text import canonical_lines, first_difference, program_text
 from .tracebacks import with_short_tracebacks

@@ -1,0 +1,99 @@
+"""Copies of a slice of nodes: ops that were recorded once are repeated with other operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch.fx.node import Argument, Target
+
+from .graph import Args, Kwargs, Traced, tensor_operands, walk_args
+from .info import NodeInfo, info
+from .source import Source
+
+Rename = Callable[[Source], Source]
+
+
+class _Op(NamedTuple):
+    node: fx.Node
+    target: Target
+    args: Args
+    kwargs: Kwargs
+    operands: tuple[int, ...] | None  # positions of the nodes in `args`. None if nodes are elsewhere too
+    info: NodeInfo
+
+
+class Template:
+    """Ops of a graph in their order, as they were when the template was made.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> traced = Traced(graph, [x])
+    >>> y = traced.call(abs, (x,), NodeInfo())
+    >>> copies = Template([y]).stamp(traced, {x: y})
+    >>> copies[y].args == (y,), copies[y].target is abs
+    (True, True)
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self._ops = [_Op(node, node.target, node.args, node.kwargs, _positions(node), info(node)) for node in nodes]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [op.node for op in self._ops]
+
+    def labelled(self, label: Callable[[Argument], Argument]) -> list[tuple[Any, ...]]:
+        """Return the ops with labels as arguments, to compare them with those of another template."""
+        return [(op.target, *walk_args((op.args, op.kwargs), label), op.info.val, op.info.no_grad) for op in self._ops]
+
+    def stamp(
+        self, traced: Traced, substitution: Mapping[fx.Node, fx.Node], rename: Rename | None = None
+    ) -> dict[fx.Node, fx.Node]:
+        """Copy the ops to the insertion point of a graph, with the facts about them. Return the copy of each.
+
+        Args:
+            traced: the graph of the template, or another one.
+            substitution: what replaces the operands from outside. Other ones are shared, if the graph is the template's
+                own; of another graph, all must be given. The result contains these pairs too.
+            rename: from the source line of an op to that of its copy, where they differ.
+        """
+        copies = dict(substitution)
+        sources = _Renamed(rename)
+        own = not self._ops or self._ops[0].node.graph is traced.graph
+
+        def copy_of(value: object) -> object:
+            if not isinstance(value, fx.Node):
+                return value
+            return copies.get(value, value) if own else copies[value]
+
+        for node, target, args, kwargs, operands, known in self._ops:
+            if operands is None:
+                args, kwargs = walk_args((args, kwargs), copy_of)
+            else:
+                given = list(args)
+                for position in operands:
+                    given[position] = copy_of(given[position])
+                args = tuple(given)
+            if known.forward_node is not None:
+                known = known._replace(forward_node=copies.get(known.forward_node, known.forward_node))
+            if rename is not None:
+                known = known._replace(source=sources[known.source], used_at=sources[known.used_at])
+            copies[node] = traced.call(target, args, known, kwargs)
+        return copies
+
+
+class _Renamed(dict[Source | None, Source | None]):
+    def __init__(self, rename: Rename | None) -> None:
+        super().__init__({None: None})
+        self._rename = rename
+
+    def __missing__(self, source: Source) -> Source:
+        assert self._rename is not None
+        found = self[source] = self._rename(source)
+        return found
+
+
+def _positions(node: fx.Node) -> tuple[int, ...] | None:
+    found = tuple(index for index, value in enumerate(node.args) if isinstance(value, fx.Node))
+    return found if len(tensor_operands(node)) == len(found) else None

@@ -1,0 +1,58 @@
+"""Copies of ops: operands are replaced, and facts about the ops are kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from functional_parallel.ir import NodeInfo, Source, Template, Traced, info
+
+aten = torch.ops.aten
+
+
+def chain() -> tuple[Traced, list[fx.Node]]:
+    traced = Traced(fx.Graph())
+    x, w = (traced.graph.placeholder(name) for name in "xw")
+    traced.inputs = [x, w]
+    source = Source("model.py", 3, "layer", "y = f(x)", region="again 1")
+    product = traced.call(aten.mm.default, (x, w), NodeInfo(source=source))
+    joined = traced.call(aten.cat.default, ([product, x, product], 0), NodeInfo(forward_node=product))
+    kwargs = {"dtype": torch.float64}
+    total = traced.call(aten.sum.default, (joined,), NodeInfo(source=source, forward_node=x), kwargs)
+    return traced, [product, joined, total]
+
+
+def test_operands_are_replaced_where_they_are() -> None:
+    """In lists too; what is not replaced is shared."""
+    traced, ops = chain()
+    x, w = traced.inputs
+    copies = Template(ops).stamp(traced, {x: ops[2]})
+    product, joined, total = (copies[op] for op in ops)
+    assert product.args == (ops[2], w)
+    assert list(joined.args[0]) == [product, ops[2], product] and joined.args[1] == 0
+    assert total.args == (joined,) and total.kwargs == {"dtype": torch.float64}
+    assert list(traced.nodes) == [*ops, product, joined, total]
+    assert product in w.users and product in ops[2].users
+
+
+def test_facts_are_copied_and_renamed() -> None:
+    traced, ops = chain()
+    x, _ = traced.inputs
+    again = Source("model.py", 3, "layer", "y = f(x)", region="again 2")
+    copies = Template(ops).stamp(traced, {x: ops[2]}, lambda source: again)
+    assert info(copies[ops[0]]).source is again and info(copies[ops[1]]).source is None
+    assert info(copies[ops[1]]).forward_node is copies[ops[0]]
+    assert info(copies[ops[2]]).forward_node is ops[2]
+    assert info(ops[0]).source != again
+
+
+def test_a_template_outlives_its_graph() -> None:
+    """It is copied into another graph as it was when it was made."""
+    traced, ops = chain()
+    template = Template(ops)
+    ops[0].args = (traced.inputs[1], traced.inputs[1])
+    other = Traced(fx.Graph())
+    a, b = (other.graph.placeholder(name) for name in "ab")
+    copies = template.stamp(other, dict(zip(traced.inputs, (a, b), strict=True)))
+    assert copies[ops[0]].args == (a, b)
+    assert {operand.graph for node in other.nodes for operand in node.all_input_nodes} == {other.graph}
