@@ -1,5 +1,6 @@
 """All private torch APIs that the library uses. `tests/private_torch` fails if torch moves one of them."""
 
+from .autograd_graph import sources_of_gradients
 from .backends import compile_by_inductor, fused_adamw_, has_fused_adamw, store_of_all_ranks, timeout_of_all_ranks
 from .checkpointing import checkpointing
 from .fake_results import FakeResults
@@ -41,6 +42,7 @@ from .transforms import (
     DispatchMode,
     TorchDispatchMode,
     backward_node_number,
+    backward_number,
     counting_levels,
     differentiating_level,
     disable_functorch,
@@ -48,6 +50,7 @@ from .transforms import (
     disable_torch_function,
     dispatch_modes,
     fused_backwards,
+    gradient_level,
     has_functorch_level,
     is_above_autograd,
     is_functorch_wrapped,
@@ -55,6 +58,7 @@ from .transforms import (
     mapped_dims,
     needs_higher_derivatives,
     next_node_number,
+    takes_one_gradient,
     unwrap,
 )
 from .writes import address, lazy_clone

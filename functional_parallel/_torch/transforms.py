@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch._functorch.eager_transforms
+from torch._functorch.eager_transforms import _create_differentiable, grad_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -48,9 +49,17 @@ def dispatch_modes() -> list[TorchDispatchMode]:
     return _get_current_dispatch_mode_stack()
 
 
-def backward_node_number() -> int | None:
-    """Return the number of the autograd node with the running backward, or None. See `next_node_number`."""
-    if torch._C._current_graph_task_id() == -1:
+def backward_number() -> int:
+    """Return the number of the running backward; -1 if none is running. A backward inside another has its own."""
+    return torch._C._current_graph_task_id()
+
+
+def backward_node_number(outside: int = -1) -> int | None:
+    """Return the number of the autograd node with the running backward, or None. See `next_node_number`.
+
+    A backward with the number `outside` does not count.
+    """
+    if torch._C._current_graph_task_id() in (-1, outside):
         return None
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
@@ -110,6 +119,22 @@ def fused_backwards() -> Iterator[None]:
     # backward into many ops. A plain `loss.backward()` does not.
     with _replaced.active(), pushed(_fused(), True):
         yield
+
+
+def takes_one_gradient() -> bool:
+    """Whether the active torch.func levels are one gradient, in `fused_backwards`: its backward has no derivative."""
+    return (_fused() or [False])[-1] and [*chain(*_around()), *_level_keys()] == [_Transform.Grad]
+
+
+@contextmanager
+def gradient_level(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Enter a torch.func level that differentiates, as the only one. Yield the tensors, to be differentiated by."""
+    with temporarily_clear_interpreter_stack(), grad_increment_nesting() as level, torch.enable_grad():
+        wrapped = [torch._C._functorch._wrap_for_grad(tensor, level) for tensor in tensors]
+        yield _create_differentiable(wrapped, level)
+
+
+_Transform = torch._C._functorch.TransformType
 
 
 def _fused() -> list[bool]:

@@ -27,6 +27,7 @@ from .axes import (
     hidden_axes,
     hide,
     mesh_axis_size,
+    restored,
     snapshot,
     trace_only,
     unhide,

@@ -3,6 +3,7 @@
 from . import source
 from .abstract import abstract, is_abstract, refuse_abstract, without_values
 from .aval import OPS_ON_SHAPES, Aval, aval_of, hollow, in_main_memory, scalar_beside, without_memory
+from .bodies import Copy, copies_of, repeats_are_shared, without_repeats
 from .checksums import checksum, memory_of, sample_hash
 from .eval_node import casts_are_explicit, eval_node, explicit_casts, grad_mode_of
 from .graph import (
@@ -30,6 +31,7 @@ from .graph import (
 from .info import NodeInfo, Role, forget_info, info, set_info, update_info
 from .out_of_place import declares_writes, out_of_place, write_by_copies
 from .recorded import before_launches, is_recording, recording
+from .repeats import crossing_values, cuts_between_repeats
 from .residuals import forward_nodes, residuals
 from .signature import LeafSignature, TensorSignature, leaf_signature
 from .simplify import forget_values, simplify

@@ -95,20 +95,21 @@ def _key(node: fx.Node) -> Hashable | None:
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         return None
     try:
-        key = (target, _freeze(node.args), _freeze(node.kwargs), info(node).no_grad)
+        key = (target, frozen(node.args), frozen(node.kwargs), info(node).no_grad)
         hash(key)
     except TypeError:
         return None
     return key
 
 
-def _freeze(value: Argument) -> Hashable:
+def frozen(value: Argument) -> Hashable:
+    """Return an argument of an op as a key that distinguishes types and the bits of numbers."""
     if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *map(_freeze, value))
+        return (type(value).__name__, *map(frozen, value))
     if isinstance(value, dict):
-        return tuple((name, _freeze(part)) for name, part in sorted(value.items()))
+        return tuple((name, frozen(part)) for name, part in sorted(value.items()))
     if isinstance(value, slice):
-        return ("slice", _freeze(value.start), _freeze(value.stop), _freeze(value.step))
+        return ("slice", frozen(value.start), frozen(value.stop), frozen(value.step))
     if isinstance(value, float):
         return ("float", value.hex())
     return (type(value).__name__, value)

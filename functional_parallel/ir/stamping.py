@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -78,19 +79,24 @@ class Template:
             if known.forward_node is not None:
                 known = known._replace(forward_node=copies.get(known.forward_node, known.forward_node))
             if rename is not None:
-                known = known._replace(source=sources[known.source], used_at=sources[known.used_at])
+                known = known._replace(source=sources.of(known.source), used_at=sources.of(known.used_at))
             copies[node] = traced.call(target, args, known, kwargs)
         return copies
 
 
-class _Renamed(dict[Source | None, Source | None]):
+class _Renamed(dict[tuple[Source, bool, int], Source]):
+    """Source lines of copies. Equal lines differ in whether they are implied, and in their stage."""
+
     def __init__(self, rename: Rename | None) -> None:
-        super().__init__({None: None})
+        super().__init__()
         self._rename = rename
 
-    def __missing__(self, source: Source) -> Source:
+    def of(self, source: Source | None) -> Source | None:
+        return None if source is None else self[source, source.implied, source.stage]
+
+    def __missing__(self, key: tuple[Source, bool, int]) -> Source:
         assert self._rename is not None
-        found = self[source] = self._rename(source)
+        found = self[key] = self._rename(replace(key[0], implied=key[1], stage=key[2]))
         return found
 
 

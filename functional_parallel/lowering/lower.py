@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -16,9 +17,9 @@ from ..checker import Typing, is_zero, mismatch, record_input_specs, type_of, ty
 from ..collectives import State, Type, bind
 from ..errors import BackendError, LayoutError, OutSpecError
 from ..functions import Applied, LocalFunction, PyTree, Resolved, SpecTree, as_local_function, filled, specs_per_leaf
-from ..ir import Traced, forget_rewrites, hollow, info, refuse_abstract, update_info
+from ..ir import Traced, forget_rewrites, hollow, info, refuse_abstract, update_info, without_repeats
 from ..ops import refuse_idle
-from ..passes import Options, Settings, microbatch_splits, shard_aval
+from ..passes import REPEATS, Options, Settings, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram, pipeline_of
 from ..program import Program, RoleFinder, Watch, keep_phases, require_capturable
 from ..requests import owners_of, requested_passes
@@ -271,6 +272,7 @@ def _traced(
     with (
         bind(wide.shape, None, {axis: each.samples for axis, each in splits.items()}),
         collect_assumptions() as assumptions,
+        without_repeats() if REPEATS in settings.options.without else nullcontext(),
     ):
         assume(autocast_dtypes)
         traced = trace(checked, avals, types=types, on_node=Typing(wide.shape, flat.roles), paths=flat.in_paths)

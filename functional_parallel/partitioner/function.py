@@ -37,7 +37,8 @@ from ..rules import REDUCED, REPLICATED, AxisLayout, Owned, Shard, TargetLayout,
 from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
 from .region import axis_layout_of
-from .run import PartitionedValue, run_partitioned
+from .run import run_partitioned
+from .values import PartitionedValue
 
 Specs = Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
 ResolvedSpecs = Callable[[Resolved], tuple[SpecTree, ...]]  # from the layouts of the function inside

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..ir import (
     Aval,
     Traced,
     at_source,
+    copies_of,
     current_source,
     eval_node,
     explicit_casts,
@@ -66,21 +67,8 @@ from ..rules import (
 from ..tracing import stand_in
 from .decompose import crosses_ranks, decomposed
 from .region import operand_layouts, peel, region_node
-
-
-@dataclass
-class PartitionedValue:
-    """One value of the global function: its layout, this rank's shard, and its conversions to other layouts.
-
-    A parameter keeps its layout when operands of an op disagree.
-    """
-
-    place: AxisLayout
-    part: torch.Tensor
-    is_parameter: bool = False
-    forms: dict[TargetLayout, torch.Tensor] = field(default_factory=dict)
-    is_constant: bool = False  # whether no input affects it
-    is_alone: bool = False  # whether only the owner computes with it, after `fp.outputs`
+from .repeat import CopyRunner
+from .values import Held, PartitionedValue
 
 
 def run_partitioned(
@@ -101,9 +89,11 @@ def run_partitioned(
     of computing on full tensors.
     """
     run = _ShardInterpreter(axis, cut, strict, owner)
-    run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
+    for node, value in zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True):
+        run.hold(node, value)
     with explicit_casts():
-        run.run(traced)
+        runner = None if owner is not None else CopyRunner.of(run)
+        run.run(traced, runner)
         return run.results(traced.outputs, out_places)
 
 
@@ -112,16 +102,35 @@ class _ShardInterpreter:
         self.axis, self.cut, self.strict, self.owner = axis, cut, strict, owner
         self.values: dict[fx.Node, Any] = {}
         self.stands_for: dict[fx.Node, fx.Node] = {}  # inputs of a graph that replaces an op → operands of the op
+        self.sliced: list[fx.Node] = []  # values of which a slice was computed from other values
+        self.held = Held()
 
-    def run(self, traced: Traced) -> None:
+    def fork(self) -> _ShardInterpreter:
+        """Return an interpreter of the same partition, without values."""
+        return _ShardInterpreter(self.axis, self.cut, self.strict, self.owner)
+
+    def run(self, traced: Traced, runner: CopyRunner | None = None) -> None:
         for node in traced.graph.nodes:
             if node.op == "get_attr":
                 constant = stand_in(traced.constants[node.target], info(node).aval.device)
                 self.values[node] = PartitionedValue(REPLICATED, constant, is_constant=True)
-            elif node.op == "call_function":
-                by_hand = primitive_name(node) is not None and not info(node).backward
-                with at_source(source_of(node) if by_hand else implied_source(node)):
-                    self.compute(node)
+        copies = {} if runner is None else {copy.nodes[0]: copy for copy in copies_of(traced)}
+        inside = {node for copy in copies.values() for node in copy.nodes}
+        for node in traced.nodes:
+            if runner is not None and node in copies:
+                runner(copies[node])
+            elif node not in inside:
+                self.visit(node)
+
+    def visit(self, node: fx.Node) -> None:
+        by_hand = primitive_name(node) is not None and not info(node).backward
+        with at_source(source_of(node) if by_hand else implied_source(node)):
+            self.compute(node)
+
+    def hold(self, node: fx.Node, value: PartitionedValue | list[PartitionedValue]) -> None:
+        self.values[node] = value
+        for each in value if isinstance(value, list) else [value]:
+            self.held.add(each)
 
     def compute(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -164,7 +173,7 @@ class _ShardInterpreter:
 
         with grad_mode_of(node):
             outputs, found = peel(region, places, parts, self.axis, self.cut, run)
-        self.values[node] = list(map(PartitionedValue, found, outputs))
+        self.hold(node, list(map(PartitionedValue, found, outputs)))
 
     def _operand_part(self, operand: fx.Node, place: AxisLayout) -> torch.Tensor:
         value: PartitionedValue = self.values[operand]
@@ -267,6 +276,7 @@ class _ShardInterpreter:
         gradient of the parameter is needed. The full value is then dead code, unless another op uses it.
         """
         is_op = node.op == "call_function" and node.target is not operator.getitem
+        self.sliced += [node] if is_op else []
         source = _split_backwards(self._step(node), form) if is_op else None
         if source is None:
             return self._converted(value, form)
@@ -293,7 +303,7 @@ class _ShardInterpreter:
         places = zip(results, parts, strict=True)
         fixed = all(operand.is_constant for operand in step.operands)
         values = [PartitionedValue(place, part, static, is_constant=fixed, is_alone=alone) for place, part in places]
-        self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
+        self.hold(node, values if isinstance(info(node).val, tuple) else values[0])
 
     def results(
         self, outputs: list[fx.node.Argument], wanted: Sequence[AxisLayout | None] | None

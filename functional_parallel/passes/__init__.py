@@ -17,7 +17,7 @@ from .microbatches.rounds import MicrobatchRounds, names_axis
 from .microbatches.split import microbatch_splits, shard_aval
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import bounds_of_part, combine_op, microbatch_dim, with_dim_size, with_global_size
-from .options import Options, pass_names
+from .options import REPEATS, Options, pass_names
 from .program_pass import Completed, Phase, ProgramPass, RunningSum, Scope, Settings, StagedOps, Unit, run_pass
 from .reduce_types import ReduceDtype
 from .rematerialize import RecomputeMarked, Remat

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+REPEATS = "repeats"  # no pass: the staging of repeated layers once. It is switched off like a pass
+
 
 @dataclass(frozen=True)
 class Options:

@@ -16,6 +16,7 @@ from .microbatches.one_microbatch import SumsOfOneMicrobatch
 from .microbatches.sequential import SequentialMicrobatches
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import UnrollMicrobatches
+from .options import REPEATS
 from .program_pass import ProgramPass, Settings
 from .reduce_types import ReduceDtype
 from .rematerialize import RecomputeMarked, Remat
@@ -75,7 +76,7 @@ def passes_of(settings: Settings) -> list[ProgramPass]:
 
 def _require_optional(settings: Settings) -> None:
     kinds: list[type[ProgramPass]] = [*(kind for kind, _ in PASSES), *map(type, settings.requested)]
-    optional = sorted({kind.name for kind in kinds if not kind.is_required})
+    optional = sorted({REPEATS, *(kind.name for kind in kinds if not kind.is_required)})
     unknown = sorted(settings.options.without.difference(optional))
     if unknown:
         raise ValueError(

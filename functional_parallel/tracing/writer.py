@@ -55,6 +55,7 @@ class TraceWriter(_torch.DispatchMode):
         self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
         self._thread = threading.get_ident()
         self._numbered = _torch.next_node_number()
+        self._around = -1  # number of a backward that is running around the ops recorded now
 
     # --- nodes of tensors ---
 
@@ -160,9 +161,20 @@ class TraceWriter(_torch.DispatchMode):
         finally:
             self._is_unrolling = outer
 
+    @contextmanager
+    def inside_backward(self) -> Iterator[None]:
+        """Record a forward and its backward while another backward is running."""
+        kept = self._forwards, self._numbered, self._thread, self._around
+        self._forwards, self._numbered = {}, _torch.next_node_number()
+        self._thread, self._around = threading.get_ident(), _torch.backward_number()
+        try:
+            yield
+        finally:
+            self._forwards, self._numbered, self._thread, self._around = kept
+
     def write(self, func: _torch.Op, args: Args, kwargs: Kwargs, result: Argument) -> fx.Node:
         node_args, node_kwargs = walk_args((tuple(args), dict(kwargs)), self._as_node)
-        number = _torch.backward_node_number()
+        number = _torch.backward_node_number(self._around)
         backward = number is not None
         forward = self._forwards.get(number) if number is not None else None
         source = (info(forward).source if forward is not None else None) if backward else current_source()

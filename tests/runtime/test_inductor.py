@@ -25,13 +25,13 @@ from torch import fx
 import functional_parallel as fp
 from functional_parallel import _torch
 from functional_parallel.errors import BackendError, ProgramMismatchError
+from functional_parallel.ir import cuts_between_repeats
 from functional_parallel.ir.graph import primitive_name
 from functional_parallel.program.aliasing import is_only_use_of_own_memory, readers_before_writes
 from functional_parallel.program.overlap import overlapped
 from functional_parallel.runtime import SimulatedRuntime
 from functional_parallel.runtime.execution import regions
 from functional_parallel.runtime.execution.inductor import CompiledRegion
-from functional_parallel.runtime.execution.repeats import cuts_between_repeats
 from sharding_specs import Mesh, P, split
 
 from ..laws.random_functions import Program, arguments, programs

@@ -20,6 +20,8 @@ from sharding_specs import Mesh
 from ... import _torch
 from ...ir import (
     Traced,
+    crossing_values,
+    cuts_between_repeats,
     first_operand,
     forget_info,
     info,
@@ -36,7 +38,6 @@ from ...ops import UNPACK, unpacked
 from ...program import Program, is_started, mutated_operands, overlapped, readers_before_writes, storage_root, view_base
 from .codegen import is_moved_to_device
 from .inductor import CompiledRegion, region_of
-from .repeats import cuts_between_repeats
 
 aten = torch.ops.aten
 
@@ -127,7 +128,7 @@ def _stretches(order: Sequence[fx.Node], mesh: Mesh) -> list[list[fx.Node]]:
 
 
 def _cut(stretch: list[fx.Node]) -> list[list[fx.Node]]:
-    crossing = _crossing(stretch)
+    crossing = crossing_values(stretch)
     cuts = [0, *cuts_between_repeats([_token(node) for node in stretch], crossing), len(stretch)]
     index = 1
     while index < len(cuts):
@@ -148,17 +149,6 @@ def _after_results(stretch: Sequence[fx.Node], cut: int) -> int:
 def _token(node: fx.Node) -> str:
     args = walk_args((node.args, node.kwargs), lambda a: info(a).val if isinstance(a, fx.Node) else a)
     return f"{node.target} {args}"
-
-
-def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
-    position = {node: index for index, node in enumerate(stretch)}
-    change = [0] * (len(stretch) + 1)
-    for node, index in position.items():
-        later = [position[user] for user in node.users if user in position]
-        if later:
-            change[index + 1] += 1
-            change[max(later) + 1] -= 1
-    return list(itertools.accumulate(change[:-1]))
 
 
 # --- The graph with regions ---

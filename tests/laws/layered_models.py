@@ -1,0 +1,244 @@
+"""Losses of several equal layers, each with one thing that could distinguish a copy of a layer from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import functional_parallel as fp
+from sharding_specs import P
+
+from .random_models import KINDS
+
+WIDTH, SAMPLES, TIME = 8, 8, 4
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layered:
+    """A loss `loss(params, batch)` with `layers` copies of one layer.
+
+    Attributes:
+        loss: of parameters with "table" and "layers", and a batch.
+        shapes: of a layer's weights.
+        specs: of a layer's weights over the tensor axis.
+        layers: their number.
+        more: shapes of other parameters.
+    """
+
+    loss: Callable[[Any, Weights], Tensor]
+    shapes: dict[str, tuple[int, ...]]
+    specs: dict[str, P]
+    layers: int = 5
+    more: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def parameters(self) -> Any:
+        layers = [{name: draw(*shape, seed=n) for name, shape in self.shapes.items()} for n in range(self.layers)]
+        return {"table": draw(12, WIDTH), "layers": layers, **{name: draw(*shape) for name, shape in self.more}}
+
+    def rules(self) -> dict[str, P]:
+        return {f"layers/*/{name}": spec for name, spec in self.specs.items()} | {"*": P()}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3
+
+
+def batch() -> Weights:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "tokens": torch.randint(0, 12, (SAMPLES, TIME), generator=generator),
+        "targets": torch.randn(SAMPLES, TIME, WIDTH, generator=generator, dtype=torch.float64),
+    }
+
+
+def ends(stream: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Weights], Tensor]:
+    """A loss with this function of the parameters and of the embedded tokens inside."""
+
+    def loss(params: Any, batch: Weights) -> Tensor:
+        x = F.embedding(batch["tokens"], params["table"])
+        return ((stream(params, x) - batch["targets"]) ** 2).mean()
+
+    return loss
+
+
+def chain(layer: Callable[[Weights, Tensor], Tensor]) -> Callable[[Any, Weights], Tensor]:
+    def stream(params: Any, x: Tensor) -> Tensor:
+        for weights in params["layers"]:
+            x = layer(weights, x)
+        return x
+
+    return ends(stream)
+
+
+UP_DOWN = {"up": (WIDTH, 16), "down": (16, WIDTH)}
+COLUMNS_ROWS = {"up": P(None, "tensor"), "down": P("tensor", None)}
+
+
+def mlp(w: Weights, x: Tensor) -> Tensor:
+    return x + F.gelu(F.layer_norm(x, (WIDTH,)) @ w["up"]) @ w["down"]
+
+
+def dropped(w: Weights, x: Tensor) -> Tensor:
+    return F.dropout(mlp(w, x), 0.3)
+
+
+def post_norm(w: Weights, x: Tensor) -> Tensor:
+    return F.layer_norm(mlp(w, x), (WIDTH,), w["scale"], w["shift"])
+
+
+def recomputed(w: Weights, x: Tensor) -> Tensor:
+    return fp.recompute(mlp)(w, x)
+
+
+def marked(w: Weights, x: Tensor) -> Tensor:
+    return fp.stage_boundary(mlp(w, x))
+
+
+def in_place(w: Weights, x: Tensor) -> Tensor:
+    h = F.gelu(x @ w["up"]) @ w["down"]
+    h.mul_(0.5).add_(x)
+    h[:, 0] *= 2.0
+    return h
+
+
+def chunked(w: Weights, x: Tensor) -> Tensor:
+    a, b = (x @ w["up"]).chunk(2, -1)
+    return x + torch.cat([a.sin(), b], -1) @ w["down"]
+
+
+CLOSED_OVER = torch.arange(8.0, dtype=torch.float64).cos()
+
+
+def closed_over(w: Weights, x: Tensor) -> Tensor:
+    return mlp(w, x * CLOSED_OVER) + torch.tensor([0.5], dtype=torch.float64)
+
+
+def without_gradient(w: Weights, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(F.layer_norm(x, (WIDTH,), w["scale"]) @ w["up"])
+    return x + (gate * (x @ w["up"])) @ w["down"]
+
+
+def top_k(w: Weights, x: Tensor) -> Tensor:
+    scores = (x @ w["router"]).softmax(-1)
+    best, chosen = scores.topk(2, -1)
+    gates = torch.zeros_like(scores).scatter(-1, chosen, best)
+    kept = F.one_hot(chosen, 4).sum(-2).to(x.dtype)
+    return x + torch.einsum("btd,edf,bte->btf", x, w["experts"], gates * kept)
+
+
+def own_derivative(w: Weights, x: Tensor) -> Tensor:
+    """A step down the gradient of an energy."""
+    return x - 0.1 * fp.grad(lambda h: (torch.tanh(h @ w["up"]) ** 2).sum())(x) @ (w["up"] @ w["down"])
+
+
+def batch_norm(w: Weights, x: Tensor) -> Tensor:
+    h = F.batch_norm((x @ w["up"]).flatten(0, 1), None, None, w["scale"], None, training=True)
+    return x + torch.tanh(h).unflatten(0, x.shape[:2]) @ w["down"]
+
+
+def _tied(params: Any, x: Tensor) -> Tensor:
+    """One weight in each layer, twice, and after them."""
+    for w in params["layers"]:
+        x = x + torch.tanh(x @ params["shared"]) @ w["square"] @ params["shared"]
+    return x @ params["shared"]
+
+
+def _biased(params: Any, x: Tensor) -> Tensor:
+    """A trained mask of all layers, computed before them."""
+    mask = params["shared"][:TIME, :TIME].softmax(-1)
+    for w in params["layers"]:
+        x = x + (mask @ x) @ w["square"]
+    return x
+
+
+def _skipped(params: Any, x: Tensor) -> Tensor:
+    """The first value is read by each layer."""
+    first = x
+    for w in params["layers"]:
+        x = torch.tanh(x @ w["square"]) + first
+    return x
+
+
+def _u_net(params: Any, x: Tensor) -> Tensor:
+    half, found = len(params["layers"]) // 2, []
+    for w in params["layers"][:half]:
+        x = F.layer_norm(x, (WIDTH,)) + torch.tanh(x @ w["square"])
+        found.append(x)
+    for w in params["layers"][half:]:
+        skip = found.pop()
+        x = F.layer_norm(x + skip, (WIDTH,)) + torch.tanh(x @ w["square"]) * skip
+    return x
+
+
+def _dense(params: Any, x: Tensor) -> Tensor:
+    """Each layer's value is read by the next two layers, and by the end."""
+    before, total = x, torch.zeros_like(x)
+    for w in params["layers"]:
+        x, before = x + torch.tanh(before @ w["square"]), x
+        total = total + torch.sigmoid(x)
+    return total + x
+
+
+def _alternating(params: Any, x: Tensor) -> Tensor:
+    for index, w in enumerate(params["layers"]):
+        x = mlp(w, x) if index % 2 else x + torch.tanh(x @ w["up"]) @ w["down"]
+    return x
+
+
+def _mixed(params: Any, x: Tensor) -> Tensor:
+    """Two streams, each of which reads the other."""
+    a, b = x, x.sin()
+    for w in params["layers"]:
+        a, b = a + torch.tanh(b @ w["square"]), b * (1 + torch.sigmoid(a))
+    return a + b
+
+
+def _unbound(params: Any, x: Tensor) -> Tensor:
+    """The layers read results of one op before them."""
+    table = x.repeat_interleave(len(params["layers"]), -1).chunk(len(params["layers"]), -1)
+    for w, part in zip(params["layers"], table, strict=True):
+        x = x + torch.tanh((x * part) @ w["square"])
+    return x
+
+
+def _of(kind: str) -> Layered:
+    shapes, specs, apply = KINDS[kind]
+    return Layered(chain(lambda w, x: apply(w, x, x.detach())), shapes, specs)
+
+
+SQUARE = {"square": (WIDTH, WIDTH)}
+NORMED = {**UP_DOWN, "scale": (WIDTH,), "shift": (WIDTH,)}
+
+LAYERED: dict[str, Layered] = {
+    "mlp": Layered(chain(mlp), UP_DOWN, COLUMNS_ROWS),
+    "post norm": Layered(chain(post_norm), NORMED, COLUMNS_ROWS),
+    "dropout": Layered(chain(dropped), UP_DOWN, COLUMNS_ROWS),
+    "recomputed": Layered(chain(recomputed), UP_DOWN, COLUMNS_ROWS),
+    "marked": Layered(chain(marked), UP_DOWN, COLUMNS_ROWS),
+    "in place": Layered(chain(in_place), UP_DOWN, COLUMNS_ROWS),
+    "chunked": Layered(chain(chunked), UP_DOWN, {}),
+    "closed over": Layered(chain(closed_over), UP_DOWN, COLUMNS_ROWS),
+    "no gradient": Layered(chain(without_gradient), NORMED, COLUMNS_ROWS),
+    "top k": Layered(
+        chain(top_k), {"router": (WIDTH, 4), "experts": (4, WIDTH, WIDTH)}, {"experts": P("tensor", None, None)}
+    ),
+    "own derivative": Layered(chain(own_derivative), UP_DOWN, COLUMNS_ROWS),
+    "batch norm": Layered(chain(batch_norm), {**UP_DOWN, "scale": (16,)}, {}),
+    "tied": Layered(ends(_tied), SQUARE, {}, more=(("shared", (WIDTH, WIDTH)),)),
+    "trained mask": Layered(ends(_biased), SQUARE, {}, more=(("shared", (WIDTH, WIDTH)),)),
+    "skip": Layered(ends(_skipped), SQUARE, {}),
+    "U-Net": Layered(ends(_u_net), SQUARE, {}, layers=8),
+    "dense": Layered(ends(_dense), SQUARE, {}, layers=6),
+    "alternating": Layered(ends(_alternating), UP_DOWN, COLUMNS_ROWS, layers=8),
+    "two streams": Layered(ends(_mixed), SQUARE, {}),
+    "unbound": Layered(ends(_unbound), SQUARE, {}),
+    **{f"random: {kind}": _of(kind) for kind in sorted(KINDS)},
+}
