@@ -82,11 +82,11 @@ def _token(node: fx.Node) -> Hashable:
     known = info(node)
     args = walk_args((node.args, node.kwargs), _without_node)
     facts = (known.val, known.type, known.no_grad, known.backward, known.implicit_cast, known.enumerated)
+    key: tuple[Hashable, ...] = (node.target, frozen(args), *facts)
     try:
-        key: Hashable = (node.target, frozen(args), *facts)
         hash(key)
     except TypeError:
-        return node
+        return id(node)
     return key
 
 

@@ -248,7 +248,7 @@ class _Repeat(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: _RepeatContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call = inputs[0]
-        ctx.set_materialize_grads(False)  # type: ignore[no-untyped-call]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: _RepeatContext, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
