@@ -61,15 +61,16 @@ class _CopyFinder:
     def copy(self, start: int, end: int) -> Copy:
         nodes, externals = self.nodes[start:end], dict[fx.Node, int]()
         described: list[Hashable] = []
+        escapes = tuple(at for at, node in enumerate(nodes) if self._last_use(node) >= end)
         for index, node in enumerate(nodes, start):
             operands = []
             for operand in tensor_operands(node):
                 at = self.position.get(operand, -1)
                 operands.append(at - start if at >= start else -1 - externals.setdefault(operand, len(externals)))
-            described.append((self.tokens[index], *operands, len(node.users) == 1))
+            is_read_once = len(node.users) == 1 and index - start not in escapes
+            described.append((self.tokens[index], *operands, is_read_once))
         later = tuple(self._last_use(node) >= end for node in externals)
-        escapes = tuple(at for at, node in enumerate(nodes) if self._last_use(node) >= end)
-        outside = tuple((node.op, node in self.attached, len(node.users) == 1) for node in externals)
+        outside = tuple((node in self.attached, len(node.users) == 1) for node in externals)
         form = (*described, escapes, outside)
         return Copy(tuple(nodes), tuple(externals), escapes, later, self.forms.setdefault(form, len(self.forms)))
 

@@ -18,7 +18,7 @@ from .. import _torch
 from ..checker import Typing, is_zero
 from ..ir import Aval, Copy, aval_of, info
 from ..tracing import Recorder
-from .values import Description, Held, Numbers, PartitionedValue, Value, ValueTable
+from .values import Description, HeldShards, Numbers, PartitionedValue, Value, ValueTable
 
 _MOST_ZEROS = 16  # ops that `is_zero` goes back
 
@@ -27,8 +27,8 @@ class Interpreter(Protocol):
     """Runs the ops of a graph on the shards of one rank."""
 
     values: dict[fx.Node, Any]
-    sliced: list[fx.Node]  # values of which a slice was computed from the operands of their ops
-    held: Held
+    sliced: list[fx.Node]  # replicated values of which a slice was computed, if possible from the operands of their op
+    held: HeldShards
 
     def visit(self, node: fx.Node) -> None: ...
 
@@ -145,7 +145,7 @@ def observed(tensor: Tensor, active: Recorder) -> Hashable:
     if node is None:
         return aval_of(tensor), _strides(tensor), id(tensor) if is_fake else None
     zeros = None if active.on_node is None else _zero_depth(node)
-    return aval_of(tensor), _strides(tensor), info(node).type, zeros, node.op
+    return aval_of(tensor), _strides(tensor), info(node).type, zeros
 
 
 def requires_grad(tensor: Tensor) -> bool:

@@ -60,7 +60,8 @@ class CopyRunner:
         outside = [self.active.value(_torch.unwrap(tensor)) for tensor in taken.tensors]
         made = [Made.of(tensor, self.active) for tensor in found.tensors]
         is_known = {*nodes, *outside}.difference([None])
-        if not set(self.run.sliced[sliced:]).isdisjoint(copy.externals):
+        cut = [index for index, node in enumerate(copy.externals) if node in self.run.sliced[sliced:]]
+        if _has_op(copy, cut):
             return None  # other values were read, from which those outside are computed
         if not reads_only(nodes, [*nodes, *outside]) or any(each.node not in is_known for each in made):
             return None
@@ -69,7 +70,7 @@ class CopyRunner:
             {taken.trained[index] for index in _torch.sources_of_gradients(tensor, trained, since)}
             for tensor in found.tensors
         ]
-        return _Body(self.active, copy, Template(nodes), nodes, outside, found, made, sources)
+        return _Body(self.active, copy, Template(nodes), nodes, outside, found, made, sources, cut)
 
 
 @dataclass(eq=False)
@@ -84,6 +85,7 @@ class _Body:
     found: FoundValues
     made: list[Made]
     sources: list[set[int]]  # for each result, numbers of the tensors from outside to which its gradient flows
+    cut: list[int]  # numbers of the external nodes of which a slice was computed
     backwards: dict[Hashable, _Backward | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,11 +95,11 @@ class _Body:
         self.read = [numbers[node] for node in reads if node in numbers]  # in the order of their first use
 
     def repeat(self, run: Interpreter, copy: Copy, taken: TakenValues) -> bool:
-        """Repeat the ops for another copy. Return False if its source lines do not allow it."""
+        """Repeat the ops for another copy. Return False if its source lines or its slices do not allow it."""
         lines = _lines(self.copy, copy)
-        if lines is None:
+        if lines is None or _has_op(copy, self.cut):
             return False
-        call = _Call(self, run.fork(), copy, taken, lines)
+        call = _RepeatedCopy(self, run.fork(), copy, taken, lines)
         outputs = iter(_Repeat.apply(call, *call.trained) if call.sources else call.forward())  # type: ignore[no-untyped-call]
         tensors: list[Any] = list(taken.tensors)
         for index in range(len(self.made)):
@@ -119,14 +121,14 @@ class _Body:
 class _Backward:
     """Recorded backward ops of one copy."""
 
-    call: _Call
+    call: _RepeatedCopy
     ops: Template
     nodes: list[fx.Node]
     cotangents: list[fx.Node | None]
     made: Sequence[Made | None]  # gradients
 
 
-class _Call:
+class _RepeatedCopy:
     """One repeated copy: its forward ops, and what its backward needs."""
 
     nodes: list[fx.Node]
@@ -237,12 +239,12 @@ class _Call:
 
 
 class _RepeatContext(_torch.FunctionContext):
-    call: _Call
+    call: _RepeatedCopy
 
 
 class _Repeat(torch.autograd.Function):
     @staticmethod
-    def forward(call: _Call, *trained: Tensor) -> tuple[Tensor, ...]:
+    def forward(call: _RepeatedCopy, *trained: Tensor) -> tuple[Tensor, ...]:
         return call.forward()
 
     @staticmethod
@@ -253,6 +255,10 @@ class _Repeat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _RepeatContext, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *ctx.call.backward(cotangents)
+
+
+def _has_op(copy: Copy, externals: Sequence[int]) -> bool:
+    return any(copy.externals[index].op == "call_function" for index in externals)
 
 
 def _pairs(first: Sequence[fx.Node | None], other: Sequence[fx.Node | None]) -> dict[fx.Node, fx.Node]:

@@ -68,7 +68,7 @@ from ..tracing import stand_in
 from .decompose import crosses_ranks, decomposed
 from .region import operand_layouts, peel, region_node
 from .repeat import CopyRunner
-from .values import Held, PartitionedValue
+from .values import HeldShards, PartitionedValue
 
 
 def run_partitioned(
@@ -103,7 +103,7 @@ class _ShardInterpreter:
         self.values: dict[fx.Node, Any] = {}
         self.stands_for: dict[fx.Node, fx.Node] = {}  # inputs of a graph that replaces an op → operands of the op
         self.sliced: list[fx.Node] = []  # values of which a slice was computed from other values
-        self.held = Held()
+        self.held = HeldShards()
 
     def fork(self) -> _ShardInterpreter:
         """Return an interpreter of the same partition, without values."""
@@ -276,7 +276,7 @@ class _ShardInterpreter:
         gradient of the parameter is needed. The full value is then dead code, unless another op uses it.
         """
         is_op = node.op == "call_function" and node.target is not operator.getitem
-        self.sliced += [node] if is_op else []
+        self.sliced.append(node)
         source = _split_backwards(self._step(node), form) if is_op else None
         if source is None:
             return self._converted(value, form)

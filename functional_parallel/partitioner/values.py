@@ -41,7 +41,7 @@ Value = PartitionedValue | list[PartitionedValue]  # a list for an op with sever
 Numbers = int | list[int]
 
 
-class Held:
+class HeldShards:
     """Values by their shard, to detect shards that several values hold: inputs given twice, results that are operands.
 
     A replaced shard must be replaced in all of them.

@@ -61,13 +61,13 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the copies that repeat others, and the backwards that are recorded for that."""
     found: Counter[str] = Counter()
     for name in ("forward", "_record"):
-        original = getattr(repeat._Call, name)
+        original = getattr(repeat._RepeatedCopy, name)
 
         def counted(call: Any, *args: Any, original: Any = original, name: str = name) -> Any:
             found[name] += 1
             return original(call, *args)
 
-        monkeypatch.setattr(repeat._Call, name, counted)
+        monkeypatch.setattr(repeat._RepeatedCopy, name, counted)
     return found
 
 

@@ -245,3 +245,78 @@ def test_an_outermost_gradient_has_fused_backwards() -> None:
     with _torch.fused_backwards():
         inside = twice(torch.ones(3))
     assert torch.equal(inside, twice(torch.ones(3)))
+
+
+def test_one_gradient_is_recognised() -> None:
+    found = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        found.append(_torch.takes_one_gradient())
+        return (x**2).sum()
+
+    torch.func.grad(loss)(torch.ones(2))
+    with _torch.fused_backwards():
+        torch.func.grad(loss)(torch.ones(2))
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(torch.ones(2))
+        torch.func.vmap(loss)(torch.ones(2, 2))
+    assert found == [False, True, False, False]
+
+
+def test_a_level_of_its_own_inside_a_backward() -> None:
+    """Its nodes have numbers of their own, and count as a backward inside the one that runs around them."""
+    numbers = []
+
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+            around = _torch.backward_number()
+            numbers.append((_torch.backward_node_number() is None, _torch.backward_node_number(around) is None))
+            plain = _torch.unwrap(torch.full((2,), 3.0))
+            with _torch.gradient_level([plain]) as (leaf,), Count():
+                numbers.append((_torch.differentiating_level() == 1, leaf.requires_grad))
+                y = _Noting.apply(leaf**2)
+                (found,) = torch.autograd.grad([y], [leaf], [torch.ones(2)])
+            return _torch.unwrap(found)
+
+    class _Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+            numbers.append((_torch.backward_node_number() is None, _torch.backward_number() == -1))
+            return cotangent
+
+    assert _torch.backward_number() == -1
+    assert torch.func.grad(lambda x: Inside.apply(x).sum())(torch.ones(2)).tolist() == [6.0, 6.0]
+    assert numbers == [(False, True), (True, True), (False, False)]
+
+
+def test_the_sources_of_a_gradient() -> None:
+    """Between them are only nodes of a number or more. Inputs may be leaves or results."""
+    found = []
+
+    def loss(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        h, (first, second) = x * 2, (x * 3).split(1)
+        given, since = [h, w, b, first, second], _torch.next_node_number()
+        with torch.no_grad():
+            gate = b * 2
+        results = [h * w, gate * h, second.detach() * 2 + w, second * first]
+        found.append([_torch.sources_of_gradients(result, given, since) for result in results])
+        return sum((result.sum() for result in results), start=torch.zeros(()))
+
+    torch.func.grad(loss, (0, 1, 2))(torch.ones(2), torch.ones(2), torch.ones(2))
+    assert found == [[[0, 1], [0], [1], [3, 4]]]

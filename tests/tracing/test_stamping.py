@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -56,3 +58,19 @@ def test_a_template_outlives_its_graph() -> None:
     copies = template.stamp(other, dict(zip(traced.inputs, (a, b), strict=True)))
     assert copies[ops[0]].args == (a, b)
     assert {operand.graph for node in other.nodes for operand in node.all_input_nodes} == {other.graph}
+
+
+def test_lines_that_the_library_emitted_and_stages_stay_apart() -> None:
+    """Equal lines may differ in whether they are implied, and in their stage."""
+    traced = Traced(fx.Graph())
+    x = traced.graph.placeholder("x")
+    lines = [Source("m.py", 3, "f", "x", implied=implied, stage=stage) for implied in (False, True) for stage in (0, 1)]
+    ops = [traced.call(aten.sin.default, (x,), NodeInfo(source=line)) for line in lines]
+    copies = Template(ops).stamp(traced, {}, lambda source: replace(source, line=source.line + 1 + source.stage))
+    found = [info(copies[op]).source for op in ops]
+    assert [(each.line, each.implied, each.stage) for each in found if each] == [
+        (4, False, 0),
+        (5, False, 1),
+        (4, True, 0),
+        (5, True, 1),
+    ]
