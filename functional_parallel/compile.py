@@ -65,7 +65,8 @@ def compile(
         name: the name in messages. The default is the name of `f`.
         bucket: bytes of gradients, or of a layer's gathered parameters, per collective. "auto" derives the size from
             their sum. None uses one collective per tensor.
-        without: one or several names of passes to disable. `program.passes` lists the passes that ran.
+        without: one or several names of passes to disable. `program.passes` lists the passes that ran. "repeats"
+            traces and partitions repeated layers op by op.
         backend: the executor of the ops between collectives. "eager" runs torch's kernels op by op. "inductor" uses
             torch's compiler; it rounds differently and compiles when the program first runs.
         state: index of the argument that the second result of `f` replaces, for `f(params, state, *batch) -> (result,

@@ -50,6 +50,7 @@ class NodeInfo(NamedTuple):
     role: Role | None = None  # what the op moves, if it is a parameter or of one
     parameters: tuple[str, ...] = ()  # for an op with a role, the paths of the parameters
     used_at: Source | None = None  # for an op with a role, the line of the model that uses the parameter
+    copy: tuple[int, int] | None = None  # for an op of a repeated layer, the number of its body and of the copy
     trained: bool | None = None  # whether a gradient reaches the parameter. None if no gradient was requested
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -60,7 +59,15 @@ class Template:
             rename: from the source line of an op to that of its copy, where they differ.
         """
         copies = dict(substitution)
-        sources = _Renamed(rename)
+        moved: dict[int, Source] = {}  # by identity, because equal lines may be in different stages
+
+        def line_of(source: Source | None) -> Source | None:
+            if source is None or rename is None:
+                return source
+            if id(source) not in moved:
+                moved[id(source)] = rename(source)
+            return moved[id(source)]
+
         own = not self._ops or self._ops[0].node.graph is traced.graph
 
         def copy_of(value: object) -> object:
@@ -79,25 +86,9 @@ class Template:
             if known.forward_node is not None:
                 known = known._replace(forward_node=copies.get(known.forward_node, known.forward_node))
             if rename is not None:
-                known = known._replace(source=sources.of(known.source), used_at=sources.of(known.used_at))
+                known = known._replace(source=line_of(known.source), used_at=line_of(known.used_at))
             copies[node] = traced.call(target, args, known, kwargs)
         return copies
-
-
-class _Renamed(dict[tuple[Source, bool, int], Source]):
-    """Source lines of copies. Equal lines differ in whether they are implied, and in their stage."""
-
-    def __init__(self, rename: Rename | None) -> None:
-        super().__init__()
-        self._rename = rename
-
-    def of(self, source: Source | None) -> Source | None:
-        return None if source is None else self[source, source.implied, source.stage]
-
-    def __missing__(self, key: tuple[Source, bool, int]) -> Source:
-        assert self._rename is not None
-        found = self[key] = self._rename(replace(key[0], implied=key[1], stage=key[2]))
-        return found
 
 
 def _positions(node: fx.Node) -> tuple[int, ...] | None:

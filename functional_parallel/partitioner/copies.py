@@ -66,12 +66,16 @@ class TakenValues:
 
     @classmethod
     def of(cls, copy: Copy, run: Interpreter, active: Recorder) -> TakenValues | None:
-        """Return the values. None if a gradient of one of them would not be found."""
+        """Return the values. None if a gradient of one of them would not be found, or one is not a tensor."""
         table = ValueTable()
         of_nodes = [table.add(run.values[node]) for node in copy.externals]
         plain = [_torch.unwrap(tensor) for tensor in table.tensors]
         trained = [index for index, tensor in enumerate(table.tensors) if requires_grad(tensor)]
-        if any(map(requires_grad, plain)) or any(run.held.is_shared(table.tensors[index]) for index in trained):
+        if (
+            table.has_others
+            or any(map(requires_grad, plain))
+            or any(run.held.is_shared(table.tensors[index]) for index in trained)
+        ):
             return None
         nodes = [active.value(tensor) for tensor in plain]
         same = tuple(-1 if node is None else nodes.index(node) for node in nodes)
@@ -93,9 +97,8 @@ class FoundValues:
     tensors: list[Tensor]  # that do not come from outside
     described: list[Description]
     of_escapes: list[Numbers]  # numbers of values: those from outside, then the described ones
-    forms: list[
-        tuple[int, Any, int]
-    ]  # number of a value from outside, its new conversion, and the number of its tensor
+    forms: list[tuple[int, Any, int]]  # new conversions: number of the value, layout, number of the tensor
+    has_others: bool  # whether a result is neither a tensor nor None
 
     @classmethod
     def of(cls, copy: Copy, run: Interpreter, taken: TakenValues, known: Sequence[Mapping[Any, Tensor]]) -> FoundValues:
@@ -108,7 +111,7 @@ class FoundValues:
             if form not in known[number]
         ]
         of_escapes = [table.add(run.values[copy.nodes[position]]) for position in copy.escapes]
-        return cls(table.tensors[len(taken.tensors) :], table.described, of_escapes, forms)
+        return cls(table.tensors[len(taken.tensors) :], table.described, of_escapes, forms, table.has_others)
 
     def kept(self, later: Collection[int]) -> tuple[list[tuple[int, Any, int]], set[int | None]]:
         """Return the conversions of values that later ops read, and the numbers of the tensors that are kept."""

@@ -10,7 +10,8 @@ therefore also a result of the Function. Its gradient from there is then the fir
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,18 +30,34 @@ from .values import numbered
 class CopyRunner:
     """Run the copies of the bodies of one graph."""
 
-    def __init__(self, run: Interpreter, active: Recorder) -> None:
-        self.run, self.active = run, active
+    def __init__(self, run: Interpreter, active: Recorder, is_repeating: bool) -> None:
+        self.run, self.active, self.is_repeating = run, active, is_repeating
         self.bodies: dict[Hashable, _Body | None] = {}
+        self._numbers: dict[int, tuple[int, Iterator[int]]] = {}  # by form: of the body, and of its copies
 
     @classmethod
-    def of(cls, run: Interpreter) -> CopyRunner | None:
-        """Return a runner for the active trace. None if copies are not repeated there."""
+    def of(cls, run: Interpreter, *, is_repeating: bool = True) -> CopyRunner | None:
+        """Return a runner for the active trace, or None. Where copies cannot be repeated, it only numbers them."""
         active = recorder()
-        return None if active is None or not is_repeatable(active) else cls(run, active)
+        return None if active is None else cls(run, active, is_repeating and is_repeatable(active))
 
     def __call__(self, copy: Copy) -> None:
-        taken = TakenValues.of(copy, self.run, self.active)
+        """Run a copy, or repeat another one. Note the numbers of body and copy at its ops."""
+        with recorded(self.active) as nodes:
+            self._run(copy)
+        number = self._number(copy)
+        for node in nodes:
+            update_info(node, copy=number)
+
+    def _number(self, copy: Copy) -> tuple[int, int]:
+        if copy.form not in self._numbers:
+            bodies: Iterator[int] = self.active.notes.setdefault("bodies", itertools.count())
+            self._numbers[copy.form] = next(bodies), itertools.count()
+        body, copies = self._numbers[copy.form]
+        return body, next(copies)
+
+    def _run(self, copy: Copy) -> None:
+        taken = TakenValues.of(copy, self.run, self.active) if self.is_repeating else None
         body = None if taken is None else self.bodies.get(taken.key)
         if taken is not None and taken.key not in self.bodies:
             self.bodies[taken.key] = self._first(copy, taken)
@@ -61,7 +78,7 @@ class CopyRunner:
         made = [Made.of(tensor, self.active) for tensor in found.tensors]
         is_known = {*nodes, *outside}.difference([None])
         cut = [index for index, node in enumerate(copy.externals) if node in self.run.sliced[sliced:]]
-        if _has_op(copy, cut):
+        if found.has_others or _has_op(copy, cut):
             return None  # other values were read, from which those outside are computed
         if not reads_only(nodes, [*nodes, *outside]) or any(each.node not in is_known for each in made):
             return None
@@ -175,6 +192,7 @@ class _RepeatedCopy:
         pairs = dict(zip(known.call.nodes, self.nodes, strict=True))
         pairs.update(_pairs([*known.call.outside, *known.cotangents], [*self.outside, *nodes]))
         copies = self._repeated(known.ops, pairs, lines)
+        self._note_copy(copies[node] for node in known.nodes)
         same_as = {node: tensor for node, tensor in zip(nodes, given, strict=True) if tensor is not None}
         return [None if each is None else self._gradient(each, copies, same_as) for each in known.made]
 
@@ -191,6 +209,11 @@ class _RepeatedCopy:
             for node in ops.nodes:
                 self.active.on_node.then(copies[node])
         return copies
+
+    def _note_copy(self, backward: Iterable[fx.Node]) -> None:
+        number = info(self.nodes[0]).copy if self.nodes else None
+        for node in backward:
+            update_info(node, copy=number)
 
     # --- The first backward of a body ---
 
@@ -211,6 +234,7 @@ class _RepeatedCopy:
             found: list[Any] = [None if each is None else _torch.unwrap(each) for each in raw]
         if not _same_ops(again, self.nodes):
             return found, None  # correct, with some ops twice
+        self._note_copy(nodes)
         exchanged = dict(zip(again, self.nodes, strict=True))
         _exchange(active, exchanged, nodes)
         made = [None if each is None else _exchanged(Made.of(each, active), exchanged) for each in found]

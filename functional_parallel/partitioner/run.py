@@ -92,8 +92,7 @@ def run_partitioned(
     for node, value in zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True):
         run.hold(node, value)
     with explicit_casts():
-        runner = None if owner is not None else CopyRunner.of(run)
-        run.run(traced, runner)
+        run.run(traced, CopyRunner.of(run, is_repeating=owner is None))
         return run.results(traced.outputs, out_places)
 
 

@@ -86,6 +86,7 @@ class ValueTable:
     def __init__(self, values: Sequence[PartitionedValue] = (), tensors: Sequence[torch.Tensor] = ()) -> None:
         self.values, self.tensors = list(values), list(tensors)
         self.described: list[Description] = []  # of the added values
+        self.has_others = False  # whether a result is neither a tensor nor None
         self._numbers = {id(value): index for index, value in enumerate(values)}
         self._of_tensors = {id(tensor): index for index, tensor in enumerate(tensors)}
 
@@ -94,6 +95,7 @@ class ValueTable:
 
     def add_tensor(self, tensor: torch.Tensor) -> int | None:
         if not isinstance(tensor, torch.Tensor):
+            self.has_others = self.has_others or tensor is not None
             return None
         if id(tensor) not in self._of_tensors:
             self._of_tensors[id(tensor)] = len(self.tensors)

@@ -179,7 +179,8 @@ class TraceWriter(_torch.DispatchMode):
         forward = self._forwards.get(number) if number is not None else None
         source = (info(forward).source if forward is not None else None) if backward else current_source()
         no_grad = self._gradients_are_off(func, backward)
-        known = NodeInfo(_value(result), source, None, backward, no_grad, forward)
+        copy = None if forward is None else info(forward).copy
+        known = NodeInfo(_value(result), source, None, backward, no_grad, forward, copy=copy)
         node = self.traced.call(func, node_args, known, node_kwargs)
         self._number(node)
         self._bind_result(node, result)

@@ -101,7 +101,7 @@ def _facts(program: Program | PipelineProgram) -> list[Any]:
 
     found = []
     for known in (info(node) for part in parts for node in part.traced.nodes):
-        rest = known._replace(source=None, used_at=None, forward_node=None, replaced_by=None)
+        rest = known._replace(source=None, used_at=None, forward_node=None, replaced_by=None, copy=None)
         found.append((rest, line(known.source), line(known.used_at)))
     return found
 
@@ -133,7 +133,7 @@ def gradient_of(model: Layered, plan: str) -> tuple[Callable[..., Any], tuple[An
 OP_BY_OP = {("random: normalized", "tensor"), ("random: normalized", "tensor, zero 1")}
 
 
-@one_in(12, name=LAYERED, plan=PLANS)
+@one_in(23, name=LAYERED, plan=PLANS)
 def test_of_layered_models(name: str, plan: str, count: Counter[str]) -> None:
     if plan == "pipeline" and name in NO_PIPELINE:
         return
@@ -144,7 +144,7 @@ def test_of_layered_models(name: str, plan: str, count: Counter[str]) -> None:
     assert count["_record"] <= 4
 
 
-@one_in(3, model=MODELS, mesh=[Mesh(data=2), Mesh(tensor=2), Mesh(data=2, tensor=2)])
+@one_in(5, model=MODELS, mesh=[Mesh(data=2, tensor=2), Mesh(data=2), Mesh(tensor=2)])
 def test_of_real_models(model: str, mesh: Mesh, count: Counter[str]) -> None:
     loss, parameters, samples, rules = MODELS[model]
     params = parameters(4) if "llama" in model else parameters()
@@ -158,7 +158,7 @@ def test_of_real_models(model: str, mesh: Mesh, count: Counter[str]) -> None:
     assert count["forward"] or "llama" not in model
 
 
-@pytest.mark.parametrize("plan", ["tensor, zero 3", "pipeline"])
+@pytest.mark.parametrize("plan", ["tensor, zero 3", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_of_a_training_step(plan: str, count: Counter[str]) -> None:
     """Donated state, an optimizer and clipping around the gradient."""
     model = LAYERED["post norm"]
@@ -207,7 +207,7 @@ def _repeated(model: Model) -> Model:
 # --- Derivatives beyond one gradient: the copies run op by op ---
 
 
-@pytest.mark.parametrize("transform", ["second", "jvp", "vmap", "torch.func"])
+@one_in(4, transform=["second", "jvp", "vmap", "torch.func"])
 def test_of_other_derivatives(transform: str) -> None:
     model, mesh = LAYERED["mlp"], Mesh(tensor=2)
     local = _tensor(model)(model.loss)
@@ -306,3 +306,23 @@ def test_the_switch_has_its_name() -> None:
     step = fp.compile(fp.data_parallel("data")(lambda w, x: (x @ w).sum()), Mesh(data=2), without=["repeat"])
     with pytest.raises(ValueError, match="'repeats'"):
         step.lower(draw(8), draw(SAMPLES, 8))
+
+
+# --- Numbers of the copies ---
+
+
+@pytest.mark.parametrize("plan", ["tensor, zero 3", "uneven microbatches"])
+def test_each_op_of_a_layer_has_the_number_of_its_copy(plan: str) -> None:
+    """Forward and backward, in copies that ran op by op and in those that repeat others, and after all passes."""
+    model = LAYERED["mlp"]
+    make, args = gradient_of(model, plan)
+    program = make(()).lower(*args)
+    found: dict[tuple[int, int], set[tuple[str, bool]]] = {}
+    for node in program.traced.nodes:
+        if (number := info(node).copy) is not None:
+            found.setdefault(number, set()).add((str(node.target), info(node).backward))
+    (body,) = {body for body, _ in found}
+    assert sorted(found) == [(body, index) for index in range(model.layers)]
+    for kind in (("aten.gelu.default", False), ("aten.gelu_backward.default", True)):
+        assert all(kind in ops for ops in found.values())
+    assert make("repeats").lower(*args).lines() == program.lines()

@@ -20,7 +20,7 @@ def chain() -> tuple[Traced, list[fx.Node]]:
     product = traced.call(aten.mm.default, (x, w), NodeInfo(source=source))
     joined = traced.call(aten.cat.default, ([product, x, product], 0), NodeInfo(forward_node=product))
     kwargs = {"dtype": torch.float64}
-    total = traced.call(aten.sum.default, (joined,), NodeInfo(source=source, forward_node=x), kwargs)
+    total = traced.call(aten.sum.default, (joined,), NodeInfo(source=replace(source, stage=2), forward_node=x), kwargs)
     return traced, [product, joined, total]
 
 
@@ -40,12 +40,12 @@ def test_operands_are_replaced_where_they_are() -> None:
 def test_facts_are_copied_and_renamed() -> None:
     traced, ops = chain()
     x, _ = traced.inputs
-    again = Source("model.py", 3, "layer", "y = f(x)", region="again 2")
-    copies = Template(ops).stamp(traced, {x: ops[2]}, lambda source: again)
-    assert info(copies[ops[0]]).source is again and info(copies[ops[1]]).source is None
+    copies = Template(ops).stamp(traced, {x: ops[2]}, lambda source: replace(source, stage=source.stage + 1))
+    stages = [source.stage for source in (info(copies[op]).source for op in ops) if source is not None]
+    assert stages == [1, 3] and info(copies[ops[1]]).source is None
     assert info(copies[ops[1]]).forward_node is copies[ops[0]]
     assert info(copies[ops[2]]).forward_node is ops[2]
-    assert info(ops[0]).source != again
+    assert info(ops[0]).source is not info(copies[ops[0]]).source
 
 
 def test_a_template_outlives_its_graph() -> None:
