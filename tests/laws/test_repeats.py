@@ -15,7 +15,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
@@ -183,13 +183,13 @@ def test_of_a_training_step(plan: str, count: Counter[str]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(st.data())
 def test_of_random_models_and_plans(data: st.DataObject) -> None:
     drawn = data.draw(models(most=4))
     model = drawn if drawn.stacked else _repeated(drawn)
     choice = data.draw(choices(model))
-    args = (model.parameters(), model.batch(0, 12), fp.random.key(0))
+    args = (model.parameters(), model.batch(0, 48), fp.random.key(0))
     local = fp.grad_and_value(choice.plan(model)(seeded(model)), has_aux=True)
 
     def make(without: Any) -> Any:
