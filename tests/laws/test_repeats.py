@@ -53,7 +53,11 @@ PLANS: dict[str, tuple[Plan, Mesh]] = {
     "uneven microbatches": (lambda model: fp.chain(_data(2), fp.accumulate(3)), Mesh(data=2)),
     "pipeline": (lambda model: fp.chain(_data(1), fp.pipeline("pipe", microbatches=2)), Mesh(pipe=2, data=2)),
 }
-NO_PIPELINE = {"marked", "batch norm"}  # a boundary after each layer; sums over the microbatches in the forward
+UNSUPPORTED = {
+    ("marked", "pipeline"),  # more boundaries than stages
+    ("batch norm", "pipeline"),  # sums over the microbatches in the forward
+    ("random: filtered", "bf16, zero 2"),  # torch has no Fourier transform in bf16
+}
 
 
 @pytest.fixture
@@ -135,8 +139,8 @@ OP_BY_OP = {("random: normalized", "tensor"), ("random: normalized", "tensor, ze
 
 @one_in(23, name=LAYERED, plan=PLANS)
 def test_of_layered_models(name: str, plan: str, count: Counter[str]) -> None:
-    if plan == "pipeline" and name in NO_PIPELINE:
-        return
+    if (name, plan) in UNSUPPORTED:
+        pytest.skip("refused without repeats too")
     make, args = gradient_of(LAYERED[name], plan)
     assert_same_programs(*lowered(make, *args))
     assert_same_values(make, *args)
