@@ -1,7 +1,8 @@
-"""Write a program as one flat Python function: one line per op, values freed after their last use, casts as aliases."""
+"""Write a program as flat Python functions: one line per op, values freed after their last use, casts as aliases."""
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,11 @@ from ... import _torch
 from ...ir import Traced, differentiable_form, first_operand, in_main_memory, info, operands_of, primitive_name, where
 from ..handles import to_device
 from .origins import Recorded
+from .pieces import FILE, HEAD, ProgramPiece, chained, cuts, function_of
 
 aten = torch.ops.aten
 
-_FILE, _ENDS = "<program>", "__ends__"  # of the function, and the lines of its ops
+_ENDS = "__ends__"  # the lines of its ops
 
 
 @dataclass
@@ -36,37 +38,49 @@ class Writer:
     record: Recorded | None = None
     recorded: bool = False
     pending: set[fx.Node] = field(default_factory=set)
-    names: dict[fx.Node, str] = field(default_factory=dict)
-    constants: dict[str, Any] = field(default_factory=dict)
+    names: _PieceNames = field(init=False)  # of the values of the piece that is being written
+    constants: dict[str, Any] = field(init=False)  # of this piece
 
     def function(self, wrap_constant: Callable[[torch.Tensor], Any] = lambda x: x) -> Callable[..., Any]:
-        lines = [f"{self._name(node)} = inputs[{index}]" for index, node in enumerate(self.traced.inputs)]
-        lines.append("inputs.clear()")
+        traced, order = self.traced, list(self.traced.nodes if self.order is None else self.order)
+        names = [node for node in traced.graph.nodes if node.op == "get_attr"]
+        self._wrapped = {node: wrap_constant(traced.constants[node.target]) for node in names}
+        self._drops = self._last_uses(order)
+        parts = [order[a:b] for a, b in itertools.pairwise(cuts([str(node.target) for node in order]))]
+        self._last = {
+            value: at for at, part in enumerate(parts) for node in part for value in self._drops.get(node, ())
+        }
+        results = [out for out in traced.outputs if isinstance(out, fx.Node)]
+        pieces = [self._piece(at, part, () if part is not parts[-1] else results) for at, part in enumerate(parts)]
+        return chained(traced.inputs, pieces, traced.outputs, self._wrapped)
+
+    def _piece(self, number: int, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> ProgramPiece:
+        self.names, self.constants, self._made = _PieceNames(self._wrapped, self.constant), {}, dict[fx.Node, None]()
+        lines: list[str] = []
         ends: list[tuple[int, fx.Node]] = []  # the number of the last line of each op
-        for node in self.traced.graph.nodes:
-            if node.op == "get_attr":
-                self.names[node] = self.constant(wrap_constant(self.traced.constants[node.target]))
-        order = list(self.traced.nodes if self.order is None else self.order)
-        drops = self._last_uses(order)
-        for node in order:
+        for node in nodes:
             lines += self._waits([*operands_of(node), *self.readers.get(node, ())])
-            alias = is_alias(node, self.differentiable)
-            right = self.names[first_operand(node)] if alias else self.line(node, self)
-            if self.record is not None and not alias:
-                right = f"{self.constant(partial(self.record.note, node))}({right})"
-            stops = f"with {self.constant(torch.no_grad)}(): " if _stops(node, self.differentiable) else ""
-            lines.append(f"{stops}{self._name(node)} = {right}")
-            ends.append((len(lines) + 1, node))
-            dead = [self.names[value] for value in drops.get(node, ()) if value.op != "get_attr"]
+            lines.append(self._assignment(node))
+            ends.append((HEAD + len(lines), node))
+            dead = [self.names[value] for value in self._drops.get(node, ()) if value.op != "get_attr"]
             if dead:
                 lines.append(f"del {', '.join(dead)}")
-        lines += self._waits([out for out in self.traced.outputs if isinstance(out, fx.Node)])
-        outputs = ", ".join(self.names[out] if isinstance(out, fx.Node) else repr(out) for out in self.traced.outputs)
-        source = "def run(inputs):\n    " + "\n    ".join([*lines, f"return [{outputs}]"])
-        scope = {**self.constants, _ENDS: ends}
-        exec(compile(source, _FILE, "exec"), scope)
-        result: Callable[..., Any] = scope["run"]
-        return result
+        lines += self._waits(results)
+        made = [value for value in self._made if self._last.get(value) != number]
+        ends_here = [value in self._made or self._last.get(value) == number for value in self.names.read]
+        taken = list(itertools.compress(self.names.read, ends_here))
+        kept = [value for value, is_taken in zip(self.names.read, ends_here, strict=True) if not is_taken]
+        read, returned = ([self.names[value] for value in values] for values in ([*taken, *kept], made))
+        return ProgramPiece(function_of(read, lines, returned, {**self.constants, _ENDS: ends}), taken, kept, made)
+
+    def _assignment(self, node: fx.Node) -> str:
+        alias = is_alias(node, self.differentiable)
+        right = self.names[first_operand(node)] if alias else self.line(node, self)
+        if self.record is not None and not alias:
+            right = f"{self.constant(partial(self.record.note, node))}({right})"
+        stops = f"with {self.constant(torch.no_grad)}(): " if _stops(node, self.differentiable) else ""
+        self._made[node] = None
+        return f"{stops}{self.names.new(node)} = {right}"
 
     def constant(self, value: Any) -> str:
         name = f"k{len(self.constants)}"
@@ -102,12 +116,10 @@ class Writer:
             return f"{self.constant(placed(self.traced.constants[source.target]))}.clone()"
         return f"{self.constant(placed)}({node_text(source)})"
 
-    def _name(self, node: fx.Node) -> str:
-        return self.names.setdefault(node, f"v{len(self.names)}")
-
     def _waits(self, values: Sequence[fx.Node]) -> list[str]:
         late = [value for value in dict.fromkeys(values) if value in self.pending]
         self.pending.difference_update(late)
+        self._made.update(dict.fromkeys(late))
         return [f"{self.names[value]} = {self.names[value]}.wait()" for value in late]
 
     def _last_uses(self, order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -120,12 +132,31 @@ class Writer:
         return drops
 
 
+class _PieceNames(dict[fx.Node, str]):
+    """Names of the values of a piece. It reads the values from before it that are looked up."""
+
+    def __init__(self, constants: Mapping[fx.Node, Any], write: Callable[[Any], str]) -> None:
+        self._constants, self._write = constants, write
+        self.read: list[fx.Node] = []
+
+    def __missing__(self, node: fx.Node) -> str:
+        if node in self._constants:
+            self[node] = self._write(self._constants[node])
+            return self[node]
+        self.read.append(node)
+        return self.new(node)
+
+    def new(self, node: fx.Node) -> str:
+        self[node] = name = f"v{len(self)}"
+        return name
+
+
 def failing_op(error: BaseException | None) -> str:
     """Return the op of a program that raised an error, or one that it was raised after, with its source line."""
     found = "it"
     while error is not None:
         for frame, line in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename == _FILE:
+            if frame.f_code.co_filename == FILE:
                 found = next((where(node) for end, node in frame.f_globals[_ENDS] if line <= end), found)
         error = error.__context__
     return found
