@@ -9,7 +9,7 @@ the strides of the fake tensor. The fake tensor has the strides of eager torch u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,9 @@ class Layouts:
         self._made: dict[int, tuple[Any, fx.Node]] = {}  # holds the storage, so that its number is not reused
         self._storage_of: dict[fx.Node, int] = {}
         self._unknown: dict[int, str] = {}
+        self._required: dict[bool, set[int]] = {False: set(), True: set()}  # by `offset`: storages with known strides
+        self._inputs: dict[fx.Node, int] = {}  # with their numbers
+        self._captured: dict[fx.Node, int] = {}
         self._pairs: dict[int, list[_Pair]] = {}
 
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
@@ -106,27 +109,28 @@ class Layouts:
         self._require(_key(tensor), tuple(tensor.shape), read)
 
     def _require(self, storage: int, shape: tuple[int, ...], read: LayoutRead) -> None:
-        traced = self._traced
-        for key, node in self._sources(storage):
+        traced, seen = self._traced, set[int]()
+        inputs, captured = _numbered(self._inputs, traced.inputs), _numbered(self._captured, traced.captured_inputs)
+        for key, node in self._sources(storage, self._required[read.offset], seen):
             if key in self._unknown:
                 raise MemoryLayoutError(
                     f"{read.what} depends on the memory layout of a tensor of shape {shape}, a result of "
                     f"{self._unknown[key]}. Its strides in a program and in eager torch differ. Use "
                     ".clone(memory_format=torch.contiguous_format) before, or index it"
                 )
-            if node in traced.inputs:
-                index = traced.inputs.index(node)
-                traced.layout_reads[index] = read.joined(traced.layout_reads.get(index))
-            elif node in traced.captured_inputs and self._outer is not None:
-                captured = traced.captured[traced.captured_inputs.index(node)]
-                self._outer._require(_key(captured), shape, read)
+            if node in inputs:
+                traced.layout_reads[inputs[node]] = read.joined(traced.layout_reads.get(inputs[node]))
+            elif node in captured and self._outer is not None:
+                self._outer._require(_key(traced.captured[captured[node]]), shape, read)
+        for offset in {False, read.offset}:
+            self._required[offset] |= seen
 
-    def _sources(self, storage: int) -> Iterator[tuple[int, fx.Node]]:
+    def _sources(self, storage: int, known: Container[int], seen: set[int]) -> Iterator[tuple[int, fx.Node]]:
         """Yield the storages that determine the strides in `storage`: inputs, and results with unknown strides."""
-        pending, seen = [storage], set[int]()
+        pending = [storage]
         while pending:
             key = pending.pop()
-            if key in seen or key not in self._made:
+            if key in seen or key in known or key not in self._made:
                 continue
             seen.add(key)
             node = self._made[key][1]
@@ -163,6 +167,12 @@ class Layouts:
                     "use the out-of-place op"
                 )
             self._require(pair.source, pair.shape, LayoutRead(f"{where}, shared by {pair.what} or not, which"))
+
+
+def _numbered(numbers: dict[fx.Node, int], nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    for index in range(len(numbers), len(nodes)):
+        numbers[nodes[index]] = index
+    return numbers
 
 
 def _is_contiguous(node: fx.Node) -> bool:
