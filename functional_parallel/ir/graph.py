@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
@@ -74,12 +75,34 @@ class Traced:
         return self.call(call.target, call.args, known, call.kwargs)
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:
-        """Replace `node` by another value, also in the outputs, and erase `node`."""
+        """Replace `node` by another value, also in the outputs, and erase `node`. The graph must be sealed."""
         # References from outside the graph's edges, such as of a backward op to its forward, read `replaced_by`.
-        node.replace_all_uses_with(by)
+        self.redirect(node, by)
         update_info(node, replaced_by=by)
-        self.outputs = [by if output is node else output for output in self.outputs]
         self.graph.erase_node(node)
+
+    def redirect(self, node: fx.Node, to: fx.Node) -> None:
+        """Let all ops but `to` itself, and the outputs, read `to` instead of `node`."""
+        is_returned = any(user.op == "output" for user in node.users)
+        node.replace_all_uses_with(to, delete_user_cb=lambda user: user is not to)
+        if is_returned:
+            self.outputs = [to if output is node else output for output in self.outputs]
+
+    @contextmanager
+    def without_output(self) -> Iterator[dict[fx.Node, fx.Node]]:
+        """Erase the output node for a rewrite that replaces many results, and seal the graph afterwards.
+
+        A change of an operand takes time in proportion to the number of operands. The caller enters the values that it
+        replaced into the dict, with the values to return instead.
+        """
+        new: dict[fx.Node, fx.Node] = {}
+        self.graph.erase_node(self.graph.output_node())
+        yield new
+        self.outputs = [new.get(output, output) if isinstance(output, fx.Node) else output for output in self.outputs]
+        self.seal()
+
+    def returned(self) -> set[fx.Node]:
+        return {output for output in self.outputs if isinstance(output, fx.Node)}
 
     def seal(self) -> None:
         """Set the output node of the graph from `outputs`, and erase nodes that no output needs."""

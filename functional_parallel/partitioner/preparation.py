@@ -93,8 +93,7 @@ def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
             with traced.graph.inserting_after(user):
                 whole = _viewed(traced, user, user, pixels)
             update_info(user, val=info(losses).result(0))
-            user.replace_all_uses_with(whole, delete_user_cb=lambda each, whole=whole: each is not whole)
-            traced.outputs = [whole if out is user else out for out in traced.outputs]
+            traced.redirect(user, whole)
 
 
 def _rows(traced: Traced, like: fx.Node, x: fx.Node) -> fx.Node:

@@ -62,8 +62,13 @@ class Buckets(ProgramPass):
             raise ValueError(f"bucket={self.size!r}: it is a number of bytes, 'auto', or None for no buckets")
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
+        with traced.without_output() as new:
+            self._merge(traced, mesh, new)
+
+    def _merge(self, traced: Traced, mesh: Mesh, new: dict[fx.Node, fx.Node]) -> None:
+        returned = traced.returned()
         full = _MOST if self.size == "auto" else int(self.size)
-        full_of_gradients = _auto_size(traced) if self.size == "auto" else full
+        full_of_gradients = _auto_size(traced, returned) if self.size == "auto" else full
         open_: dict[Hashable, _Bucket] = {}
         following: set[fx.Node] = set()
         for node in list(traced.nodes):
@@ -74,21 +79,21 @@ class Buckets(ProgramPass):
             for other, bucket in list(open_.items()):
                 asked = any(operand in bucket.waiting for operand in operands_of(node))
                 if asked or (computes and bucket.is_of_a_layer):
-                    open_.pop(other).send(traced, mesh, before=node)
+                    open_.pop(other).send(traced, mesh, new, before=node)
             if key is None:
                 continue
             bucket = open_.setdefault(key, _Bucket())
-            following.update(bucket.add(node))
+            following.update(bucket.add(node, _following(node, returned)))
             if bucket.bytes >= (full if bucket.is_of_a_layer else full_of_gradients):
-                open_.pop(key).send(traced, mesh, before=node.next)
+                open_.pop(key).send(traced, mesh, new, before=node.next)
         for bucket in open_.values():
-            bucket.send(traced, mesh, before=traced.graph.output_node())
+            bucket.send(traced, mesh, new)
 
 
-def _auto_size(traced: Traced) -> int:
+def _auto_size(traced: Traced, returned: set[fx.Node]) -> int:
     """Bucket size for "auto": a quarter of the bytes of all gradients, at least 1 MiB and at most 25 MiB."""
     sums = [node for node in traced.nodes if _sum_of_gradient(node)]
-    following = {each for node in sums for each in _following(node)}
+    following = {each for node in sums for each in _following(node, returned)}
     gradients = [info(first_operand(node)).nbytes for node in sums if node not in following]
     return min(max(sum(gradients) // _BUCKETS, _LEAST), _MOST)
 
@@ -97,9 +102,9 @@ def _sum_of_gradient(node: fx.Node) -> CollectiveCall | None:
     return collective_call(node, "psum", "psum_scatter") if info(node).role is Role.GRADIENT else None
 
 
-def _following(node: fx.Node) -> list[fx.Node]:
+def _following(node: fx.Node, returned: set[fx.Node]) -> list[fx.Node]:
     found: list[fx.Node] = []
-    while _sum_of_gradient(node) and len(node.users) == 1:
+    while _sum_of_gradient(node) and len(node.users) == 1 and node not in returned:
         (node,) = node.users
         if primitive_name(node) != "psum":
             break
@@ -150,23 +155,23 @@ class _Bucket:
         """Whether it gathers parameters of a layer. Such gathers precede their use and are sent at their position."""
         return info(self.members[0]).role is Role.PARAMETER
 
-    def add(self, node: fx.Node) -> list[fx.Node]:
+    def add(self, node: fx.Node, following: list[fx.Node]) -> list[fx.Node]:
         """Add a collective. Return the sums over other axes that follow it; they are merged and sent afterwards."""
         self.members.append(node)
-        self.following[node] = _following(node)
-        self.waiting.update((node, *self.following[node]))
+        self.following[node] = following
+        self.waiting.update((node, *following))
         self.bytes += info(first_operand(node)).nbytes
-        return self.following[node]
+        return following
 
-    def send(self, traced: Traced, mesh: Mesh, before: fx.Node) -> None:
-        """Replace the members by one collective, and their results by slices of its result."""
+    def send(self, traced: Traced, mesh: Mesh, new: dict[fx.Node, fx.Node], before: fx.Node | None = None) -> None:
+        """Replace the members by one collective, before an op or at the end, and their results by slices of it."""
         if len(self.members) < 2:
             return
         call = the_call(self.members[0])
         kind, ranks = call.kind, mesh.axis_size(call.axes)
         groups = self._groups()
         self.members = [member for group in groups for member in group]
-        with traced.graph.inserting_before(before):
+        with traced.graph.inserting_before(before) if before is not None else traced.graph.inserting_after():
             whole = self._collective(traced, call, ranks)
             offset = 0
             for group in groups:
@@ -178,7 +183,7 @@ class _Bucket:
                     last = [member, *self.following[member]][-1]
                     part = _part(traced, last, sent, kind, ranks, offset - begin, shape)
                     last.replace_all_uses_with(part)
-                    traced.outputs = [part if output is last else output for output in traced.outputs]
+                    new[last] = part
                     for each in reversed([member, *self.following[member]]):
                         traced.graph.erase_node(each)
                     offset += torch.Size(shape).numel()

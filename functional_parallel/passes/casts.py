@@ -35,11 +35,7 @@ class CastBeforeGather(ProgramPass):
             views = _views(node)
             uses = [user for each in views for user in each.users if not is_view(user)]
             narrowing = [use for use in uses if is_cast(use) and info(use).aval.dtype == self.dtype]
-            if (
-                uses
-                and len(narrowing) == len(uses)
-                and not any(isinstance(output, fx.Node) and output in views for output in traced.outputs)
-            ):
+            if uses and len(narrowing) == len(uses):  # a result is used by the output
                 self._swap(traced, node, narrowing)
 
     def _swap(self, traced: Traced, gather: fx.Node, casts: list[fx.Node]) -> None:
@@ -52,8 +48,7 @@ class CastBeforeGather(ProgramPass):
             update_info(node, val=replace(info(node).aval, dtype=self.dtype))
         change_call(gather, operand=moved)
         for cast in casts:
-            cast.replace_all_uses_with(cast.args[0])
-            traced.outputs = [cast.args[0] if output is cast else output for output in traced.outputs]
+            traced.redirect(cast, cast.args[0])
             traced.graph.erase_node(cast)
 
 
@@ -72,8 +67,7 @@ class WidenedAndNarrowed(ProgramPass):
         for cast in list(traced.nodes):
             source = _widened(cast)
             if source is not None:
-                cast.replace_all_uses_with(source)
-                traced.outputs = [source if output is cast else output for output in traced.outputs]
+                traced.redirect(cast, source)
                 traced.graph.erase_node(cast)
 
 

@@ -45,23 +45,21 @@ class FusedViews(ProgramPass):
 def fuse_views(traced: Traced) -> Traced:
     """Rewrite every chain of permutations, squeezes and the like, in place. Return the sealed graph."""
     found: dict[fx.Node, _Arrangement] = {}
-    undone: dict[fx.Node, fx.Node] = {}
-    for node in list(traced.nodes):
-        if node.target in RESHAPES and node.args[0].target in RESHAPES:
-            node.args = (node.args[0].args[0], *node.args[1:])
-        arrangement = _arrangement(node, found)
-        if arrangement is None:
-            continue
-        base = arrangement.base
-        if _is_in_order(arrangement) and info(base).aval.shape == info(node).aval.shape:
-            node.replace_all_uses_with(base)
-            undone[node] = base
-            continue
-        found[node] = arrangement
-        if node.args[0] is not base:
-            _write(node, arrangement)
-    traced.outputs = [undone.get(out, out) if isinstance(out, fx.Node) else out for out in traced.outputs]
-    traced.seal()
+    with traced.without_output() as undone:
+        for node in list(traced.nodes):
+            if node.target in RESHAPES and node.args[0].target in RESHAPES:
+                node.args = (node.args[0].args[0], *node.args[1:])
+            arrangement = _arrangement(node, found)
+            if arrangement is None:
+                continue
+            base = arrangement.base
+            if _is_in_order(arrangement) and info(base).aval.shape == info(node).aval.shape:
+                node.replace_all_uses_with(base)
+                undone[node] = base
+                continue
+            found[node] = arrangement
+            if node.args[0] is not base:
+                _write(node, arrangement)
     return traced
 
 

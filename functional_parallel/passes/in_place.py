@@ -8,6 +8,7 @@ ranks (ZeRO stages 1 and 2) are gathered into the old parameters.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,32 +38,35 @@ class InPlaceUpdates(ProgramPass):
     def run(self, traced: Traced, mesh: Mesh) -> None:
         if not any(info(node).donated for node in traced.inputs):
             return
-        position = {node: index for index, node in enumerate(traced.nodes)}
-        open_: dict[Hashable, list[fx.Node]] = {}
-        for node in list(position):
-            for key, group in list(open_.items()):
-                if _asks_for(node, group):
-                    _merge(traced, open_.pop(key), before=node)
-            if node.target is ADAMW and _may_be_overwritten(node, position, traced.outputs):
-                open_.setdefault(_key(node), []).append(node)
-        for group in open_.values():
-            _merge(traced, group, before=traced.graph.output_node())
+        with traced.without_output() as new:
+            _merge_all(traced, new)
         _unpack_into_old(traced)
 
 
-def _asks_for(node: fx.Node, group: list[fx.Node]) -> bool:
-    if node.target is operator.getitem:
-        return False
-    return any(value.target is operator.getitem and value.args[0] in group for value in operands_of(node))
+def _merge_all(traced: Traced, new: dict[fx.Node, fx.Node]) -> None:
+    position = {node: index for index, node in enumerate(traced.nodes)}
+    returned = traced.returned()
+    open_: dict[Hashable, list[fx.Node]] = {}
+    waiting: dict[fx.Node, Hashable] = {}
+    for node in position:
+        read = [] if node.target is operator.getitem else operands_of(node)
+        asked = {waiting.get(value.args[0]) for value in read if value.target is operator.getitem}
+        for key in [key for key in open_ if key in asked] if asked else ():
+            _merge(traced, open_.pop(key), new, returned, before=node)
+        if node.target is ADAMW and _may_be_overwritten(node, position, returned):
+            waiting[node] = key = _key(node)
+            open_.setdefault(key, []).append(node)
+    for group in open_.values():
+        _merge(traced, group, new, returned)
 
 
-def _may_be_overwritten(update: fx.Node, position: dict[fx.Node, int], outputs: list[object]) -> bool:
+def _may_be_overwritten(update: fx.Node, position: dict[fx.Node, int], returned: set[fx.Node]) -> bool:
     roots = {storage_root(value) for value in update.args[:4]}
     held = (update.args[0], *update.args[2:4])
-    return len(roots) == 4 and all(_dies_at(update, value, position, outputs) for value in held)
+    return len(roots) == 4 and all(_dies_at(update, value, position, returned) for value in held)
 
 
-def _dies_at(update: fx.Node, value: fx.Node, position: dict[fx.Node, int], outputs: list[object]) -> bool:
+def _dies_at(update: fx.Node, value: fx.Node, position: dict[fx.Node, int], returned: set[fx.Node]) -> bool:
     root = storage_root(value)
     if root.op != "call_function" and not info(root).donated:
         return False
@@ -70,7 +74,7 @@ def _dies_at(update: fx.Node, value: fx.Node, position: dict[fx.Node, int], outp
     users = {user for alias in aliases for user in alias.users if user not in aliases}
     return (
         _is_whole(value, root)
-        and not any(alias in outputs for alias in aliases)
+        and not any(alias in returned for alias in aliases)
         and all(position[user] <= position[update] for user in users if user.op != "output")
     )
 
@@ -93,33 +97,38 @@ def _key(update: fx.Node) -> Hashable:
     return (*update.args[4:], aval.dtype, aval.device, type_, stops, source)
 
 
-def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
+def _merge(
+    traced: Traced,
+    updates: list[fx.Node],
+    new: dict[fx.Node, fx.Node],
+    returned: set[fx.Node],
+    before: fx.Node | None = None,
+) -> None:
+    """Merge updates before an op, or at the end. `new` gets the new value of each of their results."""
     first = updates[0]
     held = [update.args[kind] for kind in (0, 2, 3) for update in updates]
     gradients = [update.args[1] for update in updates]
-    with traced.graph.inserting_before(before):
+    with traced.graph.inserting_after() if before is None else traced.graph.inserting_before(before):
         known = info(first)._replace(val=tuple(info(value).aval for value in held))
         merged = traced.call(ADAMW_IN_PLACE, (held, gradients, *first.args[4:]), known)
-        new: dict[fx.Node, fx.Node] = {}
         for index, update in enumerate(updates):
             for old in list(update.users):
                 place = old.args[1] * len(updates) + index
                 new[old] = traced.call(operator.getitem, (merged, place), info(old))
-    for old, value in new.items():
-        old.replace_all_uses_with(value)
-        traced.graph.erase_node(old)
-    traced.outputs = [new.get(output, output) if isinstance(output, fx.Node) else output for output in traced.outputs]
-    for update in updates:
-        traced.graph.erase_node(update)
+                returned.update([new[old]] if old in returned else [])
+                old.replace_all_uses_with(new[old])
+                traced.graph.erase_node(old)
+            traced.graph.erase_node(update)
 
 
 def _unpack_into_old(traced: Traced) -> None:
     """Write a value unpacked from a bucket into the donated input that it replaces, if no op reads the input later."""
     position = {node: index for index, node in enumerate(traced.nodes)}
+    counts, returned = Counter(traced.outputs), traced.returned()
     for old in traced.inputs:
         index = info(old).updated_output
         new = traced.outputs[index] if index is not None else None
         if not (isinstance(new, fx.Node) and new.target is UNPACK and info(new).val == info(old).val):
             continue
-        if traced.outputs.count(new) == 1 and _dies_at(new, old, position, traced.outputs):
+        if counts[new] == 1 and _dies_at(new, old, position, returned):
             new.target, new.args = UNPACK_INTO, (old, *new.args)

@@ -85,8 +85,7 @@ class ReduceDtype(ProgramPass):
         with traced.graph.inserting_after(total):
             result = _to(traced, total, wide.dtype, total)
         update_info(total, val=replace(wide, dtype=self.dtype))
-        total.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
-        traced.outputs = [result if output is total else output for output in traced.outputs]
+        traced.redirect(total, result)
         return result
 
 

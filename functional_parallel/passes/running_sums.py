@@ -8,6 +8,7 @@ sum shares the memory.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,22 +36,32 @@ class RunningSums(ProgramPass):
         return [] if settings.pipelined is None else [cls()]
 
     def rewrite(self, unit: Unit) -> None:
+        programs = dict.fromkeys(program for total in unit.sums for program, _ in (total.first, *total.adding))
+        apart = {
+            program: _separate_results(program) for program in dict.fromkeys(total.first[0] for total in unit.sums)
+        }
+        counts = {program: Counter(program.traced.outputs) for program in programs}
         for total in unit.sums:
-            if _lies_by_itself(*total.first):
-                for program, index in total.adding:
-                    if _adds_to_input(program, index):
-                        program.traced.outputs[index].target = aten.add_.Tensor
+            first, place = total.first
+            for program, index in total.adding if place in apart[first] else ():
+                result = program.traced.outputs[index]
+                if counts[program][result] == 1 and _adds_to_input(result):
+                    result.target = aten.add_.Tensor
 
 
-def _lies_by_itself(program: Program, place: int) -> bool:
+def _separate_results(program: Program) -> set[int]:
+    """Return the numbers of the results that have memory of their own, of full size."""
     outputs = program.traced.outputs
-    base = _base(outputs[place], through_collectives=False)
-    others = (_base(out, through_collectives=True) for index, out in enumerate(outputs) if index != place)
-    if base is None or base in others:
-        return False
-    (node, index), aval = base, info(outputs[place]).aval
-    whole = info(node).result(index or 0)
-    return whole.numel == aval.numel and whole.dtype == aval.dtype
+    owners = Counter(_base(out, through_collectives=True) for out in outputs)
+    found = set()
+    for number, out in enumerate(outputs):
+        base = _base(out, through_collectives=False)
+        if base is not None and owners[base] == 1:
+            (node, index), aval = base, info(out).aval
+            whole = info(node).result(index or 0)
+            if whole.numel == aval.numel and whole.dtype == aval.dtype:
+                found.add(number)
+    return found
 
 
 def _base(value: fx.Node, *, through_collectives: bool) -> tuple[fx.Node, int | None] | None:
@@ -70,16 +81,14 @@ def _base(value: fx.Node, *, through_collectives: bool) -> tuple[fx.Node, int | 
     return None
 
 
-def _adds_to_input(program: Program, place: int) -> bool:
-    node = program.traced.outputs[place]
+def _adds_to_input(node: fx.Node) -> bool:
     if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
         return False
     total, part = node.args
     return (
-        total in program.traced.inputs
+        total.op == "placeholder"
         and list(total.users) == [node]
         and isinstance(part, fx.Node)
         and part is not total
         and info(total).val == info(node).val
-        and program.traced.outputs.count(node) == 1
     )

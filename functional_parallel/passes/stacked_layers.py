@@ -65,7 +65,7 @@ class _Fold:
                 continue
             layer = self.layer(*taken)
             if layer is not None:
-                self._replace(node, self._written_zero(node) if layer is _ZERO else layer)
+                self.traced.replace(node, self._written_zero(node) if layer is _ZERO else layer)
         self.traced.seal()
         return self.traced
 
@@ -74,7 +74,10 @@ class _Fold:
         key = (stacked, index)
         if key not in self.found:
             self.found[key] = self._layer(stacked, index)
-        return self.found[key]
+        layer = self.found[key]
+        while isinstance(layer, fx.Node) and (by := info(layer).replaced_by) is not None:
+            layer = self.found[key] = by
+        return layer
 
     def _layer(self, stacked: fx.Node, index: int) -> fx.Node | _Zero | None:
         target, args = stacked.target, stacked.args
@@ -118,10 +121,6 @@ class _Fold:
         options = {"dtype": value.dtype, "device": value.device}
         with self.traced.graph.inserting_before(node):
             return self.traced.call(aten.full.default, (list(value.shape), 0), info(node), options)
-
-    def _replace(self, node: fx.Node, layer: fx.Node) -> None:
-        self.traced.replace(node, layer)
-        self.found = {key: layer if value is node else value for key, value in self.found.items()}
 
 
 def _taken(node: fx.Node) -> tuple[fx.Node, int] | None:

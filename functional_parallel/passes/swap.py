@@ -104,8 +104,7 @@ def _swap(traced: Traced, sums: list[fx.Node], ahead: list[fx.Node]) -> None:
     for node in sums[1:]:
         traced.graph.erase_node(node)
     reduction.append(last)
-    reduction.replace_all_uses_with(last)
-    traced.outputs = [last if output is reduction else output for output in traced.outputs]
+    traced.redirect(reduction, last)
     change_call(last, operand=reduction)
     update_info(last, val=info(reduction).val, type=info(reduction).type)
     for node in ahead:

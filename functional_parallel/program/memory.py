@@ -172,10 +172,13 @@ class StorageTable:
     def last_uses(self) -> dict[Storage, int]:
         """Number of the last op that reads each storage or a view of it; results live to the end."""
         found: dict[Storage, int] = {}
+        read: dict[fx.Node, int] = {}  # an op may have all new parameters as results
         for index, node in enumerate(self.nodes):
-            for value in (node, *operands_of(node)):
-                for storage in self.storages[value]:
-                    found[storage] = index
+            read[node] = index
+            read.update(dict.fromkeys(operands_of(node), index))
+        for value, index in read.items():
+            for storage in self.storages[value]:
+                found[storage] = max(index, found.get(storage, 0))
         for output in self.traced.outputs:
             if isinstance(output, fx.Node):
                 found.update(dict.fromkeys(self.storages[output], len(self.nodes) - 1))
