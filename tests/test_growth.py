@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 import functional_parallel as fp
+from functional_parallel.passes.lifetimes import Lifetimes
 from sharding_specs import Mesh, P
 
 from .passes.networks import SPLIT, batch, loss, parameters
@@ -97,6 +98,18 @@ def test_a_step_in_buckets() -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_deep_step(plan: str) -> None:
     require_linear(functools.partial(phases, plan), (12, 24, 48))
+
+
+def values_met(layers: int) -> int:
+    """How many values the lifetimes of a step look at, whose update has all new parameters as results."""
+    train = fp.train_step(loss, fp.optim.adamw(1e-3), ROW, fp.zero(1, "data"), bucket="auto")
+    program: Any = train.lower(train.init(parameters(layers, width=4)), *batch(8, width=4))
+    return sum(len(values) for _, _, values in Lifetimes(program.traced, ROW)._ops(set()))
+
+
+def test_lifetimes_of_merged_results() -> None:
+    less, more = values_met(4), values_met(8)
+    assert more <= MOST * less, (less, more)
 
 
 def asking(layers: int) -> dict[str, Calls]:

@@ -76,13 +76,18 @@ class Lifetimes:
         """Compute the bytes alive at each op, if these forward values were recomputed instead of saved."""
         first: dict[tuple[int, int, bool], int] = {}
         last: dict[tuple[int, int, bool], int] = {}
+        read: dict[tuple[int, bool], int] = {}  # an op may have all new parameters as results
         numbers = []
         for time, (number, op, values) in enumerate(self._ops(set(dropped))):
             numbers.append(number)
-            for key in values:
-                if key[0] == op:
-                    first.setdefault(key, time)
-                last[key] = time
+            read.update(dict.fromkeys(values, time))
+            for part in self._parts[op]:
+                if part[0] == op:
+                    first.setdefault((*part, values[0][1]), time)
+        for (value, is_copied), time in read.items():
+            for part in self._parts[value]:
+                key = (*part, is_copied)
+                last[key] = max(time, last.get(key, 0))
         changes = [0] * (len(numbers) + 1)
         for key, born in first.items():
             size = self._size[key[:2]]
@@ -91,15 +96,15 @@ class Lifetimes:
                 changes[last[key] + 1] -= size
         return MemoryCurve([self._held + alive for alive in itertools.accumulate(changes[:-1])], numbers)
 
-    def _ops(self, dropped: set[int]) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
-        """Yield, for each op that would run: its position, the op, and its storages, each with whether a copy owns it.
+    def _ops(self, dropped: set[int]) -> Iterator[tuple[int, int, list[tuple[int, bool]]]]:
+        """Yield, for each op that would run: its position, the op, and its values, each with whether a copy owns it.
 
         A copy has the position of the op that needs it.
         """
         copied: set[int] = set()
         lies_in_copy: dict[tuple[int, bool], bool] = {}  # per value or copy: whether a copy allocated its storage
 
-        def touched(op: int, is_copy: bool) -> list[tuple[int, int, bool]]:
+        def touched(op: int, is_copy: bool) -> list[tuple[int, bool]]:
             takes_copies = self._backward[op] or is_copy
             taken = [value for value in self._operands[op] if not is_copy or value not in self._elsewhere]
             values = [(value, takes_copies and value in copied) for value in taken]
@@ -107,11 +112,7 @@ class Lifetimes:
             lies_in_copy[op, is_copy] = (
                 is_copy if base is None else lies_in_copy.get((base, takes_copies and base in copied), False)
             )
-            return [
-                (maker, index, lies_in_copy[value])
-                for value in [(op, is_copy), *values]
-                for maker, index in self._parts[value[0]]
-            ]
+            return [(value[0], lies_in_copy[value]) for value in [(op, is_copy), *values]]
 
         unused = self._unused(dropped)
         for number in range(len(self.nodes)):
