@@ -12,6 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import FunctionCtx
 
 InDims = tuple[int | None, ...]  # mapped dim of every operand; None for an operand that is not mapped
@@ -87,3 +92,35 @@ def _runs(frame: FrameType, forward: Callable[..., Any]) -> bool:
         return bool(code.co_varnames) and held.get(code.co_varnames[0]) is forward
     cells = zip(code.co_freevars, forward.__closure__ or (), strict=True)
     return all(name in held and held[name] is cell.cell_contents for name, cell in cells)
+
+
+def quick_apply(function: Any) -> Callable[..., Tensor]:
+    """Return `function.apply` for calls `(tensor, tensor or None, *other arguments)` that return a new tensor.
+
+    In `torch.func.grad`, torch makes two classes for each call of a Function. Here one serves all its calls.
+    """
+
+    def lowered(x: Tensor, *rest: Any) -> Tensor:
+        level = retrieve_current_functorch_interpreter()
+        with torch.enable_grad(), _set_fwd_grad_enabled(True), level.lower():
+            result = apply(_unwrap_for_grad(x, level.level()), *rest)
+        return _wrap_for_grad(result, level.level())
+
+    methods = {name: staticmethod(getattr(function, name)) for name in ("setup_context", "backward", "jvp")}
+    base: Any = torch.autograd.function._SingleLevelFunction
+    of_level: Any = type(f"{function.__name__}Generated", (base,), {"forward": staticmethod(lowered), **methods})
+
+    def apply(x: Tensor, *rest: Any) -> Any:
+        if torch.overrides.has_torch_function((x,)):
+            return torch.overrides.handle_torch_function(apply, (x,), x, *rest)
+        if not torch._C._are_functorch_transforms_active():
+            is_recorded = x.requires_grad and torch.is_grad_enabled()
+            has_tangent = forward_ad._current_level >= 0
+            return (function.apply if is_recorded or has_tangent else function.forward)(x, *rest)
+        level = retrieve_current_functorch_interpreter()
+        if level.key() != TransformType.Grad or rest[0] is not None:
+            return function.apply(x, *rest)
+        with enable_single_level_autograd_function():
+            return of_level.apply(level._cptr.lift(torch._C._functorch.unwrap_if_dead(x)), *rest)
+
+    return apply

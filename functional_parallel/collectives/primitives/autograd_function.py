@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..._torch import InDims, VmapInfo
+from ..._torch import InDims, VmapInfo, quick_apply
 from ...errors import CollectiveTypeError, NotDifferentiableError
 from .. import reference
 from ..axes import Environment, restored, snapshot
@@ -79,7 +79,7 @@ def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor
     Primitive.forward.__signature__ = inspect.signature(Primitive.forward)  # type: ignore[attr-defined]
     named = type(operation.title().replace("_", ""), (Primitive,), {})  # autograd's graph shows the name
     assert issubclass(named, Primitive)
-    APPLY[operation] = named.apply
+    APPLY[operation] = quick_apply(named)
 
 
 def _no_derivative(operation: str, axes: AxisNames) -> NotDifferentiableError:
