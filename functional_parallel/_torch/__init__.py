@@ -39,7 +39,6 @@ from .ops import (
 from .stand_in import FakeTensorMode, device_for_trace, is_missing, wished_device
 from .threads import Replacement, of_thread, pushed
 from .transforms import (
-    DispatchMode,
     TorchDispatchMode,
     backward_node_number,
     backward_number,

@@ -18,8 +18,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 
-from .transforms import DispatchMode
-
 _wished: list[torch.device] = []  # the device of each index of the stand-in, from index 1
 _below = threading.local()  # `.mode` is true while this thread runs torch's code below a fake mode
 
@@ -79,8 +77,6 @@ _dispatch = inspect.unwrap(_FakeTensorMode.__torch_dispatch__)
 
 class FakeTensorMode(_FakeTensorMode):
     """Mode of fake tensors that may be on devices that this machine lacks."""
-
-    _should_skip_dynamo = DispatchMode._should_skip_dynamo
 
     def __init__(self, **options: Any) -> None:
         _make_first_mode()

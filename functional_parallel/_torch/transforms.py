@@ -23,14 +23,6 @@ def disable_functorch() -> Iterator[None]:
         yield
 
 
-class DispatchMode(TorchDispatchMode):
-    """A dispatch mode without torch's wrapper of its method, which switches TorchDynamo off and on at every op."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
 def is_above_autograd() -> bool:
     """Whether autograd will still process the current op, although dispatch modes already see it."""
     # torch detaches in this way a result that a backward op saves, when it is saved and at each access. Such a result

@@ -26,7 +26,7 @@ from .view_chains import ViewChains
 aten = torch.ops.aten
 
 
-class TraceWriter(_torch.DispatchMode):
+class TraceWriter(_torch.TorchDispatchMode):
     """Write nodes, and find the node of a tensor. The arguments are as for `trace`; `outer` is the trace around."""
 
     def __init__(
@@ -37,7 +37,7 @@ class TraceWriter(_torch.DispatchMode):
         outer: TraceWriter | None,
         is_local_body: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        _torch.TorchDispatchMode.__init__(self)
         self.fake_mode, self.forward_only, self.on_node = fake_mode, forward_only, on_node
         self.is_local_body, self.outer = is_local_body, outer
         self.results: _torch.FakeResults = _torch.FakeResults(fake_mode) if outer is None else outer.results
