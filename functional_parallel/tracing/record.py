@@ -18,7 +18,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import FrameType
+from functools import lru_cache
+from types import FrameType, NotImplementedType
 from typing import Any
 
 import torch
@@ -175,8 +176,34 @@ class Recorder(TraceWriter):
             return args[0].fake_device
         if not isinstance(func, torch._ops.OpOverload):
             return unrolled(self, func, args, kwargs)
-        check_op(func)
         replacement = replacement_of(func)
+        is_usual = replacement is None and not (self.zeros or self._is_unrolling or torch.is_inference_mode_enabled())
+        if not (is_usual and _is_usual(func)):
+            result = self._unusual(func, args, kwargs, replacement)
+            if result is not NotImplemented:
+                return result
+        is_own = func.namespace == "fp"
+        try:
+            state = tuple(current_axes().items()) if is_own else None  # sizes of mesh axes
+            result = self.results.call(func, fake_kernel(func) or func, args, kwargs, state)
+        except RuntimeError:
+            require_one_device(self, func, args, kwargs)
+            raise
+        if is_own:  # their shape functions do not compare devices
+            require_one_device(self, func, args, kwargs)
+        if func is aten.detach.default and _torch.is_above_autograd():
+            func = aten.alias.default
+        if func is aten._to_copy.default and not isinstance(args[0], torch.Tensor):  # a number that vmap makes a tensor
+            func, args, kwargs = aten.full.default, ([], args[0]), {"dtype": result.dtype, "device": result.device}
+        if _has_tensor(result):
+            self.write(func, args, kwargs, result)
+        return result
+
+    def _unusual(
+        self, func: _torch.Op, args: Args, kwargs: Kwargs, replacement: Callable[..., Any] | None
+    ) -> Argument | NotImplementedType:
+        """Record an op in another way than most, or refuse it. NotImplemented for an op that is recorded as most."""
+        check_op(func)
         if replacement is not None:
             with self.unrolling():  # records the ops that it calls
                 result = replacement(*args, **kwargs)
@@ -201,23 +228,8 @@ class Recorder(TraceWriter):
         if func._schema.is_mutable:
             return mutate(self, func, args, kwargs)
         result = self._known(func, args, kwargs) if asks_for_values(func) else NotImplemented
-        if result is not NotImplemented:
-            return result
-        _refuse_decisions(self, func, args)
-        try:
-            state = tuple(current_axes().items()) if func.namespace == "fp" else None  # sizes of mesh axes
-            result = self.results.call(func, fake_kernel(func) or func, args, kwargs, state)
-        except RuntimeError:
-            require_one_device(self, func, args, kwargs)
-            raise
-        if func.namespace == "fp":  # their shape functions do not compare devices
-            require_one_device(self, func, args, kwargs)
-        if func is aten.detach.default and _torch.is_above_autograd():
-            func = aten.alias.default
-        if func is aten._to_copy.default and not isinstance(args[0], torch.Tensor):  # a number that vmap makes a tensor
-            func, args, kwargs = aten.full.default, ([], args[0]), {"dtype": result.dtype, "device": result.device}
-        if _has_tensor(result):
-            self.write(func, args, kwargs, result)
+        if result is NotImplemented:
+            _refuse_decisions(self, func, args)
         return result
 
     @property
@@ -245,6 +257,18 @@ class Recorder(TraceWriter):
                 "or as an op with a rule: fp.register_rule(op, text, function=…), see docs/rules.md"
             )
         return not functions or gradients_at_call() is False
+
+
+@lru_cache(maxsize=4096)
+def _is_usual(func: _torch.Op) -> bool:
+    """Whether no case of `Recorder._unusual` is about an op of this name, schema and tags."""
+    if func.namespace not in ("aten", "prims", "fp") or func._schema.is_mutable or func._schema.name in _UNUSUAL:
+        return False
+    is_foreach = func._schema.name.startswith("aten::_foreach_")
+    return not (is_foreach or torch.Tag.nondeterministic_seeded in func.tags or asks_for_values(func))
+
+
+_UNUSUAL = {"aten::as_strided", "aten::lift_fresh", "aten::_efficientzerotensor"}
 
 
 def _has_tensor(result: Argument) -> bool:

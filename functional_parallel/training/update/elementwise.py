@@ -57,7 +57,8 @@ def slice_mismatch(
         except Exception as error:  # it needs the full shapes
             return f"fails ({type(error).__name__}: {error})"
         pairs = zip(tree_paths(wanted), *map(optree.tree_leaves, (wanted, found)), strict=True)
-        path = next((path for path, a, b in pairs if not _is_close(a, b)), None)
+        with _torch.disable_torch_function():
+            path = next((path for path, a, b in pairs if not _is_close(a, b)), None)
         return path and f"returns another {path.partition('/')[2] or 'value'} than the slice of its full result"
 
 
@@ -76,7 +77,7 @@ def inner_slices(params: PyTree, is_stack: Callable[[Any], bool] = lambda _: Fal
         leaf = leaf[-1] if is_stack(param) else leaf
         return leaf[tuple(slice(int(size > 1), size) for size in leaf.shape)]
 
-    return lambda tree: optree.tree_map(of_leaf, params, tree)
+    return lambda tree: _of_leaves(of_leaf, params, tree)
 
 
 def require_declaration_kept(mismatch: str | None) -> None:
@@ -100,7 +101,13 @@ def _drawn(params: PyTree, generator: torch.Generator) -> PyTree:
         values = torch.randn(shape, generator=generator, dtype=kind, device="cpu")
         return values.to(device, param.dtype) if is_trained(param) else torch.zeros_like(values, dtype=param.dtype)
 
-    return optree.tree_map(leaf, params)
+    return _of_leaves(leaf, params)
+
+
+def _of_leaves(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+    """Map the leaves of trees, unseen by the modes of a trace, which take most of the time."""
+    with _torch.disable_torch_function():
+        return optree.tree_map(function, *trees)
 
 
 def _small(shape: torch.Size) -> torch.Size:
