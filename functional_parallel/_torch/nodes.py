@@ -11,11 +11,16 @@ from torch import fx
 
 
 def add_call(
-    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> fx.Node:
-    """Add a node at the insertion point of a graph, with the name that `graph.call_function` would give it."""
-    # That function also searches all arguments for symbolic sizes, and its record of names keeps erased nodes.
-    node = fx.Node(graph, _new_name(graph, target), "call_function", target, args, dict(kwargs or {}))
+    """Add a node at the insertion point of a graph, with the name that torch would give it, or one like `name`."""
+    # `graph.call_function` also searches all arguments for symbolic sizes, and its record of names keeps erased nodes.
+    name = _new_name(graph, target) if name is None else graph._graph_namespace.create_name(name, None)
+    node = fx.Node(graph, name, "call_function", target, args, dict(kwargs or {}))
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1

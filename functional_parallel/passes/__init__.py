@@ -21,6 +21,7 @@ from .options import REPEATS, Options, pass_names
 from .program_pass import Completed, Phase, ProgramPass, RunningSum, Scope, Settings, StagedOps, Unit, run_pass
 from .reduce_types import ReduceDtype
 from .rematerialize import RecomputeMarked, Remat
+from .running_sums import lying_by_themselves
 from .shards_first import ReduceScatterFirst
 from .stored_residuals import StoredResiduals, call_inline, restore
 from .table import passes_of

@@ -16,11 +16,13 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from ..ir import info, operands_of, primitive_name
+from ..ir import Aval, info, operands_of, primitive_name
 from ..program import Program, shares_memory
 from .program_pass import Phase, ProgramPass, Scope, Settings, Unit
 
 aten = torch.ops.aten
+
+_Base = tuple[fx.Node, int | None]  # an op, and the index among its results
 
 
 @dataclass(frozen=True)
@@ -36,35 +38,32 @@ class RunningSums(ProgramPass):
         return [] if settings.pipelined is None else [cls()]
 
     def rewrite(self, unit: Unit) -> None:
-        programs = dict.fromkeys(program for total in unit.sums for program, _ in (total.first, *total.adding))
-        apart = {
-            program: _separate_results(program) for program in dict.fromkeys(total.first[0] for total in unit.sums)
-        }
-        counts = {program: Counter(program.traced.outputs) for program in programs}
-        for total in unit.sums:
-            first, place = total.first
-            for program, index in total.adding if place in apart[first] else ():
-                result = program.traced.outputs[index]
-                if counts[program][result] == 1 and _adds_to_input(result):
-                    result.target = aten.add_.Tensor
+        firsts = dict.fromkeys(total.first[0] for total in unit.sums)
+        own = {(program, place) for program in firsts for place in lying_by_themselves(program)}
+        # Equal sums share a program, which writes in place only if it may do so for all of them.
+        kept = {each for total in unit.sums if total.first not in own for each in total.adding}
+        adding = dict.fromkeys(each for total in unit.sums for each in total.adding)
+        uses = {program: Counter(program.traced.outputs) for program, _ in adding}
+        for program, place in adding:
+            node = program.traced.outputs[place]
+            if (program, place) not in kept and uses[program][node] == 1 and _adds_to_input(node):
+                node.target = aten.add_.Tensor
 
 
-def _separate_results(program: Program) -> set[int]:
-    """Return the numbers of the results that have memory of their own, of full size."""
+def lying_by_themselves(program: Program) -> set[int]:
+    """Return the outputs, by position, whose memory is separate from all others."""
     outputs = program.traced.outputs
-    owners = Counter(_base(out, through_collectives=True) for out in outputs)
-    found = set()
-    for number, out in enumerate(outputs):
-        base = _base(out, through_collectives=False)
-        if base is not None and owners[base] == 1:
-            (node, index), aval = base, info(out).aval
-            whole = info(node).result(index or 0)
-            if whole.numel == aval.numel and whole.dtype == aval.dtype:
-                found.add(number)
-    return found
+    sharing = Counter(_base(output, through_collectives=True) for output in outputs)
+    bases = (_base(output, through_collectives=False) for output in outputs)
+    return {at for at, base in enumerate(bases) if base and sharing[base] == 1 and _is_all(outputs[at], *base)}
 
 
-def _base(value: fx.Node, *, through_collectives: bool) -> tuple[fx.Node, int | None] | None:
+def _is_all(output: fx.Node, node: fx.Node, index: int | None) -> bool:
+    whole, val = info(node).results[index or 0], info(output).val
+    return isinstance(val, Aval) and isinstance(whole, Aval) and (whole.numel, whole.dtype) == (val.numel, val.dtype)
+
+
+def _base(value: fx.Node, *, through_collectives: bool) -> _Base | None:
     """Return the op (and the index among its results) that may own the memory of `value`; None for inputs.
 
     The result of a collective may share the memory of its operand, or use memory that the collective will reuse.

@@ -206,7 +206,8 @@ class _PipelineBuilder:
                 wanted.append((node, None))
             elif scope == "microbatch":
                 wanted += [(node, microbatch) for microbatch in self._microbatches_of(rank)]
-        builder = PrologueBuilder(self.roles, self.extractor, self.program.in_specs, self.parts, wanted)
+        inputs, in_specs = self._inputs_below({node for node, _ in wanted}), self.program.in_specs
+        builder = PrologueBuilder(self.roles, self.extractor, in_specs, self.parts, inputs, wanted)
         return builder.build(f"{self.program.name}: before the pipeline, rank {rank}")
 
     def _microbatches_of(self, rank: int) -> list[int]:

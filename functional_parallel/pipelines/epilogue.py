@@ -7,6 +7,7 @@ sum of a tied weight's two gradients and the sum of all gradients' squares.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,7 +67,11 @@ class EpiloguePlacement:
     ) -> None:
         self.traced, self.given, self.links, self.apart = graph.traced, graph.given, graph.links, apart
         self.ranks = frozenset(range(len(used)))
-        self.ranks_of_total, self.rank_of_collected, self.used = ranks_of_total, rank_of_collected, used
+        self.ranks_of_total, self.rank_of_collected = ranks_of_total, rank_of_collected
+        self.users = defaultdict[fx.Node, set[int]](set)  # the ranks that read an input of the step in their stages
+        for rank, inputs in enumerate(used):
+            for node in inputs:
+                self.users[node].add(rank)
         # The placement is repeated until each result that replaces an input is on all ranks that read it next step.
         self.needed: dict[int, RankSet] = {}
         while True:
@@ -145,7 +150,7 @@ class EpiloguePlacement:
         return frozenset({min(possible or self.ranks)})
 
     def _users_of(self, node: fx.Node) -> RankSet:
-        return frozenset(rank for rank, inputs in enumerate(self.used) if self.given[node].node in inputs)
+        return frozenset(self.users.get(self.given[node].node, ()))
 
 
 class EpilogueBuilder:
@@ -155,6 +160,10 @@ class EpilogueBuilder:
         self.extractor = Extractor(self.traced, graph.whole.mesh, graph.specs, lambda _: False, graph.whole.hidden)
         once = [given.node for given in self.given.values() if given.kind == "once"]
         self.kept = {storage_root(node) for node in once}  # other values may share this memory
+        self.results = set(self.traced.outputs)
+        self.becomes = {
+            self.links[index]: node for index, node in enumerate(self.traced.outputs) if index in self.links
+        }
         self._levels()
 
     def _levels(self) -> None:
@@ -172,7 +181,7 @@ class EpilogueBuilder:
                 continue
             for rank in self.at[node]:
                 users = [self.level[user, rank] for user in node.users if (user, rank) in self.level]
-                if users and node not in self.traced.outputs:
+                if users and node not in self.results:
                     self.level[node, rank] = min(users)
 
     def _arrives(self, node: fx.Node, rank: int) -> int:
@@ -188,11 +197,17 @@ class EpilogueBuilder:
                 source = min(self.at[node])
                 exchanges[self.level[node, source]].append(Transfer(node, source, target))
         self.sent = {(each.node, each.source) for level in exchanges for each in level}
-        parts = tuple({r: p for r in sorted(self.ranks) if (p := self._part(r, level))} for level in range(self.count))
+        nodes = defaultdict[tuple[int, int], list[fx.Node]](list)
+        for node in self.traced.nodes:
+            for rank in self.at[node]:
+                nodes[self.level[node, rank], rank].append(node)
+        parts: list[dict[int, Subprogram]] = [{} for _ in range(self.count)]
+        for level, rank in sorted(nodes):
+            parts[level][rank] = self._part(nodes[level, rank], rank, level)
         outputs = tuple(self.traced.outputs)
         return Epilogue(
             self.given,
-            parts,
+            tuple(parts),
             tuple(tuple(each) for each in exchanges),
             outputs,
             {outputs[index]: self.given[node].node for index, node in self.links.items()},
@@ -200,27 +215,24 @@ class EpilogueBuilder:
             tuple(self.extractor.spec(node) for node in outputs),
         )
 
-    def _part(self, rank: int, level: int) -> Subprogram | None:
-        nodes = [node for node in self.traced.nodes if self.level.get((node, rank)) == level]
-        if not nodes:
-            return None
+    def _part(self, nodes: list[fx.Node], rank: int, level: int) -> Subprogram:
         leaving = [
             node
             for node in nodes
-            if node in self.traced.outputs
+            if node in self.results
             or (node, rank) in self.sent
             or any(self.level.get((user, rank), level) > level for user in node.users)
         ]
-        part = self.extractor.part(nodes, leaving, f"{self.name}: after the pipeline, rank {rank}, level {level}")
+        name = f"{self.name}: after the pipeline, rank {rank}, level {level}"
+        part = self.extractor.write(self.extractor.select(nodes, leaving), leaving, name)
         self._donate(part, rank, level)
         return part
 
     def _donate(self, part: Subprogram, rank: int, level: int) -> None:
-        becomes = {self.links[index]: node for index, node in enumerate(self.traced.outputs) if index in self.links}
+        number = {node: index for index, node in reversed(list(enumerate(part.outputs)))}
         for node, placeholder in zip(part.inputs, part.program.traced.inputs, strict=True):
-            new = becomes.get(node)
-            update_info(placeholder, donated=self._may_be_overwritten(node, rank, level))
-            update_info(placeholder, updated_output=part.outputs.index(new) if new in part.outputs else None)
+            donated, new = self._may_be_overwritten(node, rank, level), self.becomes.get(node)
+            update_info(placeholder, donated=donated, updated_output=None if new is None else number.get(new))
 
     def _may_be_overwritten(self, node: fx.Node, rank: int, level: int) -> bool:
         given = self.given.get(node)
@@ -228,7 +240,7 @@ class EpilogueBuilder:
             return False
         aliases = aliases_of(node)
         return (
-            not any(alias in self.traced.outputs for alias in aliases)
+            self.results.isdisjoint(aliases)
             and not any(self.wanted[alias] - self.at[alias] for alias in aliases)
             and all(self.level.get((user, rank), 0) <= level for alias in aliases for user in alias.users)
         )

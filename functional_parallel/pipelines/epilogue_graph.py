@@ -96,7 +96,7 @@ class EpilogueGraph:
             return self._placeholder(EpilogueInput("once", node), self.whole.spec(node))
         if self.roles.rounds.is_barrier(node):
             return self._multiple(node)
-        return self.whole.with_info_of(node, self.traced.graph.node_copy(node, self._value))
+        return self.whole.copied(node, self.traced, self._value)
 
     def _multiple(self, node: fx.Node) -> fx.Node:
         """Write a sum with the same summand from every microbatch, added in the same order as other sums."""
@@ -136,7 +136,7 @@ class EpilogueGraph:
         return self._made[key]
 
     def _call(self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], like: fx.Node) -> fx.Node:
-        return self.whole.with_info_of(like, self.traced.graph.call_function(target, args))
+        return self.traced.call(target, args, self.whole.info_of(like))
 
     def _links(self, inputs: list[fx.Node], in_paths: Sequence[str], out_paths: Sequence[str]) -> dict[int, fx.Node]:
         by_path = {(path, info(node).val): node for path, node in zip(in_paths, inputs, strict=True)}

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 
 from sharding_specs import Mesh, P
 
+from .. import _torch
 from ..collectives import Type
-from ..ir import Traced, axes_of_nodes, info, operands_of, reached, set_info, update_info
+from ..ir import NodeInfo, Traced, axes_of_nodes, info, operands_of, reached, set_info, update_info
 from ..program import Program
 
+Chosen: TypeAlias = tuple[list[fx.Node], list[fx.Node]]  # ops of a program and its inputs, in the order of the graph
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Subprogram:
     program: Program
     inputs: tuple[fx.Node, ...]  # the values of the full graph that it reads
@@ -28,14 +31,17 @@ class Extractor:
     def __init__(
         self, traced: Traced, mesh: Mesh, in_specs: list[P], inline: Callable[[fx.Node], bool], hidden: str
     ) -> None:
-        self.traced, self.mesh, self.inline, self.hidden = traced, mesh, inline, hidden
+        self.traced, self.mesh, self.hidden = traced, mesh, hidden
         self.position = {node: index for index, node in enumerate(traced.graph.nodes)}
+        self.repeated = {node for node in traced.nodes if inline(node)}
+        self.repeats = {node: [o for o in operands_of(node) if o in self.repeated] for node in traced.nodes}
         inputs = {
             node: frozenset(spec.axes | spec.unreduced) for node, spec in zip(traced.inputs, in_specs, strict=True)
         }
         self.axes = {node: axes - {hidden} for node, axes in axes_of_nodes(traced, inputs).items()}
         self._specs: dict[frozenset[str], P] = {}
         self._types: dict[Type, Type] = {}
+        self._infos: dict[fx.Node, NodeInfo] = {}
 
     def spec(self, node: fx.Node) -> P:
         """Return a spec that states only the axes along which a value differs."""
@@ -44,29 +50,33 @@ class Extractor:
             self._specs[axes] = P(unreduced=axes)
         return self._specs[axes]
 
-    def part(
-        self,
-        nodes: Iterable[fx.Node],
-        outputs: Iterable[fx.Node],
-        name: str,
-        given: Iterable[fx.Node] = (),
-        added: Sequence[tuple[fx.Node, Any]] = (),
-    ) -> Subprogram:
-        """Return a program of these ops. Their other operands become inputs, except if they are repeated.
+    def select(self, nodes: Iterable[fx.Node], outputs: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> Chosen:
+        """Select ops, with the repeated ops that they need, and their other operands, which become inputs.
 
-        `given` are values that are inputs although they could be repeated. `added` has, for each of the last outputs, a
-        sum of the graph and the op that adds. The running sum becomes an input, and the output is the running sum plus
-        the value.
+        `given` are values that are inputs although they could be repeated.
         """
-        wanted, known = list(outputs), set(given)
-        members = self.closure([*nodes, *(o for o in wanted if o not in known and self.inline(o))], known)
-        order = sorted(members, key=self.position.__getitem__)
-        outside = {o for node in order for o in operands_of(node) if o not in members and o.op != "get_attr"}
+        wanted = list(outputs)
+        members = self.closure([*nodes, *(o for o in wanted if o in self.repeated and o not in given)], given)
+        outside = {o for node in members for o in operands_of(node) if o not in members and o.op != "get_attr"}
         outside.update(o for o in wanted if o not in members)
-        taken = [*sorted(outside, key=self.position.__getitem__), *(total for total, _ in added)]
-        new, values = self._copied(order, taken)
-        new.outputs = [values[node] for node in wanted]
-        for place, (total, add) in enumerate(added, len(wanted) - len(added)):
+        order = self.position.__getitem__
+        return sorted(members, key=order), sorted(outside, key=order)
+
+    def closure(self, nodes: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
+        return set(reached(nodes, lambda node: [o for o in self.repeats[node] if o not in given]))
+
+    def write(
+        self, chosen: Chosen, outputs: Sequence[fx.Node], name: str, added: Sequence[tuple[fx.Node, Any]] = ()
+    ) -> Subprogram:
+        """Return the program of a selection.
+
+        `added` has, for each of the last outputs, a sum of the graph and the op that adds. The running sum becomes an
+        input, and the output is the running sum plus the value.
+        """
+        order, inputs = chosen[0], [*chosen[1], *(total for total, _ in added)]
+        new, values = self._copied(order, inputs)
+        new.outputs = [values[node] for node in outputs]
+        for place, (total, add) in enumerate(added, len(outputs) - len(added)):
             made = new.outputs[place]
             new.outputs[place] = new.graph.call_function(add, (values[total], made))
             if made.op == "call_function":  # add immediately to limit live summands
@@ -74,30 +84,27 @@ class Extractor:
             set_info(new.outputs[place], info(made))
             update_info(values[total], val=info(made).val, type=info(made).type)
         new.seal()
-        in_specs = [self.spec(node) for node in taken]
-        program = self.program(new, name, taken, in_specs, wanted, [node.name for node in wanted])
-        return Subprogram(program, tuple(taken), tuple(wanted))
-
-    def closure(self, nodes: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
-        def repeated(node: fx.Node) -> list[fx.Node]:
-            return [o for o in operands_of(node) if o.op == "call_function" and o not in given and self.inline(o)]
-
-        return set(reached(nodes, repeated))
+        in_specs = [self.spec(node) for node in inputs]
+        program = self.program(new, name, inputs, in_specs, outputs, [node.name for node in outputs])
+        return Subprogram(program, tuple(inputs), tuple(outputs))
 
     def _copied(self, order: list[fx.Node], inputs: list[fx.Node]) -> tuple[Traced, dict[fx.Node, fx.Node]]:
         new = Traced(fx.Graph(), constants=self.traced.constants)
         values: dict[fx.Node, fx.Node] = {}
         for node in inputs:
-            values[node] = new.graph.placeholder(node.name)
+            values[node] = self.with_info_of(node, new.graph.placeholder(node.name))
             new.inputs.append(values[node])
         for node in order:
             for operand in operands_of(node):
-                if operand.op == "get_attr" and operand not in values:
-                    values[operand] = new.graph.get_attr(operand.target)
-            values[node] = new.graph.node_copy(node, values.__getitem__)
-        for old, copy in values.items():
-            self.with_info_of(old, copy)
+                if operand not in values:  # a constant
+                    values[operand] = self.with_info_of(operand, new.graph.get_attr(operand.target))
+            values[node] = self.copied(node, new, values.__getitem__)
         return new, values
+
+    def copied(self, node: fx.Node, new: Traced, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """Copy an op to the end of another graph, with its operands there. Return the copy."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
+        return self.with_info_of(node, _torch.add_call(new.graph, node.target, args, kwargs, node.name))
 
     def program(
         self,
@@ -119,11 +126,19 @@ class Extractor:
             cache={"doing": f"runs {name}"},  # the ranks compare the entire pipeline once
         )
 
+    def info_of(self, value: fx.Node) -> NodeInfo:
+        """Return the facts about a value that are valid outside the full graph."""
+        if value not in self._infos:
+            known = info(value)._replace(forward_node=None, donated=False, updated_output=None)
+            if (whole := known.type) is not None:
+                if whole not in self._types:
+                    here = Type({axis: state for axis, state in whole.items() if axis != self.hidden})
+                    self._types[whole] = self._types.setdefault(here, here)
+                known = known._replace(type=self._types[whole])
+            self._infos[value] = known
+        return self._infos[value]
+
     def with_info_of(self, value: fx.Node, new: fx.Node) -> fx.Node:
         """Record for a node outside the full graph the facts about a value that are valid there. Return the node."""
-        kept = info(value)._replace(forward_node=None, donated=False, updated_output=None)
-        if kept.type is not None:
-            here = Type({axis: state for axis, state in kept.type.items() if axis != self.hidden})
-            kept = kept._replace(type=self._types.setdefault(here, here))
-        set_info(new, kept)
+        set_info(new, self.info_of(value))
         return new

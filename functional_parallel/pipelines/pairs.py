@@ -24,7 +24,7 @@ def pairs_of(pipeline: PipelineStructure, settings: Settings) -> list[Unit]:
 
 def _pair(pipeline: PipelineStructure, stage: Stage, settings: Settings) -> Unit:
     works = [stage.works[kind] for kind in sorted(stage.works, key="FBIW".index)]
-    programs = [part.program for work in works for part in work.parts]
+    programs = list(dict.fromkeys(part.program for work in works for part in work.parts))
     sums = [total for work in works for total in _sums(work)]
     return Unit(programs, settings, exchange=functools.partial(_exchange, pipeline, stage.index), sums=sums)
 

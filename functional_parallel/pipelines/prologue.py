@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,13 @@ class Prologue:
 
 class PrologueBuilder:
     def __init__(
-        self, roles: OpRoles, extractor: Extractor, in_specs: list[P], parts: DimSplit, wanted: Iterable[PrologueOutput]
+        self,
+        roles: OpRoles,
+        extractor: Extractor,
+        in_specs: list[P],
+        parts: DimSplit,
+        inputs: Collection[fx.Node],
+        wanted: Iterable[PrologueOutput],
     ) -> None:
         self.roles, self.extractor, self.parts = roles, extractor, parts
         self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
@@ -39,9 +45,9 @@ class PrologueBuilder:
         self.inputs: list[fx.Node] = []
         self.outputs = tuple(wanted)
         self._made: dict[PrologueOutput, fx.Node] = {}
-        self._placeholders()
+        self._placeholders(inputs)
         self.new.outputs = [self.value(node, microbatch) for node, microbatch in self.outputs]
-        self._drop_unused()
+        self.new.seal()
 
     def build(self, name: str) -> Prologue:
         in_specs = [self.in_specs[node].without({self.roles.axis}) for node in self.inputs]
@@ -101,14 +107,13 @@ class PrologueBuilder:
         return self._call(aten.slice.Tensor, (whole, *bounds_of_part(node, microbatch)), node)
 
     def _copy(self, node: fx.Node, microbatch: int | None) -> fx.Node:
-        copy = self.new.graph.node_copy(node, lambda operand: self.value(operand, microbatch))
-        return self.extractor.with_info_of(node, copy)
+        return self.extractor.copied(node, self.new, lambda operand: self.value(operand, microbatch))
 
     def _call(self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], like: fx.Node) -> fx.Node:
-        return self.extractor.with_info_of(like, self.new.graph.call_function(target, args))
+        return self.new.call(target, args, self.extractor.info_of(like))
 
-    def _placeholders(self) -> None:
-        for node in self.roles.traced.inputs:
+    def _placeholders(self, inputs: Collection[fx.Node]) -> None:
+        for node in filter(inputs.__contains__, self.roles.traced.inputs):
             new = self.extractor.with_info_of(node, self.new.graph.placeholder(node.name))
             if node in self.roles.varying:
                 update_info(new, val=with_global_size(info(node).aval, self._dim(node), self.parts))
@@ -118,10 +123,3 @@ class PrologueBuilder:
 
     def _dim(self, node: fx.Node) -> int:
         return microbatch_dim(self.in_specs[node], self.roles.axis, str(info(node).path or node.name))
-
-    def _drop_unused(self) -> None:
-        self.new.seal()
-        kept = [(old, new) for old, new in zip(self.inputs, self.new.inputs, strict=True) if new.users]
-        for new in set(self.new.inputs) - {new for _, new in kept}:
-            self.new.graph.erase_node(new)
-        self.inputs, self.new.inputs = [old for old, _ in kept], [new for _, new in kept]

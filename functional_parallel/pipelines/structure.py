@@ -71,7 +71,7 @@ class PipelineStructure(BaseProgram):
     def every_program(self) -> Iterator[Program]:
         """Yield every program once, including the programs that add to running sums."""
         yield from (prologue.program for prologue in self.prologues)
-        yield from (part.program for part in self._parts())
+        yield from dict.fromkeys(part.program for part in self._parts())
 
     def _parts(self) -> Iterator[Subprogram]:
         for stage in self.stages:
@@ -84,7 +84,7 @@ class PipelineStructure(BaseProgram):
         """Yield every program that a rank may run."""
         yield self.prologues[rank].program
         for kind, index in _works_of_rank(self.schedule, rank):
-            yield from (part.program for part in self.stages[index].works[kind].parts)
+            yield from dict.fromkeys(part.program for part in self.stages[index].works[kind].parts)
         yield from (level[rank].program for level in self.epilogue.parts if rank in level)
 
     def stage_programs(self) -> Iterator[tuple[Program, int]]:
@@ -98,8 +98,9 @@ class PipelineStructure(BaseProgram):
         names = set(self._names())
         for graph in {node.graph for node in names}:
             for node in reversed(list(graph.nodes)):
-                node.args, node.kwargs = (), {}
-                if node not in names:
+                if node in names:
+                    node.args, node.kwargs = (), {}
+                else:
                     graph.erase_node(node)
             forget_rewrites(graph)
 

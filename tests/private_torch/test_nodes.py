@@ -45,6 +45,25 @@ def test_a_node_is_that_of_call_function() -> None:
     assert type(own.find_nodes(op="call_function", target=aten.mul.Tensor)[0].args[2]).__name__ == "immutable_list"
 
 
+def test_a_named_node_is_that_of_node_copy() -> None:
+    def copied(graph: torch.fx.Graph, node: torch.fx.Node, operand: Callable[..., Any]) -> torch.fx.Node:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
+        return _torch.add_call(graph, node.target, args, kwargs, node.name)
+
+    source = graph_of(torch.fx.Graph.call_function)
+    copies = []
+    for copy in (copied, torch.fx.Graph.node_copy):
+        graph = torch.fx.Graph()
+        values = {next(iter(source.nodes)): graph.placeholder("mul_tensor_3")}  # so that a name is taken
+        for node in source.find_nodes(op="call_function", target=aten.mul.Tensor):
+            values[node] = copy(graph, node, values.__getitem__)
+        graph.output(tuple(values.values()))
+        graph.lint()
+        copies.append(graph)
+    assert str(copies[0]) == str(copies[1]) and len(copies[0].nodes) == len(copies[1].nodes)
+    assert len(copies[0].find_nodes(op="call_function", target=aten.mul.Tensor)) > 3
+
+
 def test_an_erased_node_is_forgotten() -> None:
     """torch's record of names keeps it, with all that its meta holds."""
     graph = torch.fx.Graph()
