@@ -22,7 +22,8 @@ Where = tuple[Tensor, Sequence[int], Sequence[int], Sequence[int], Sequence[Tens
 def places(like: Tensor, key: Tensor, shape: Sequence[int], axes: Sequence[str], splits: Sequence[int]) -> Where:
     first, place = positions(like, shape, axes, splits)
     seeds = key if isinstance(first, int) and first == 0 else key + first * GOLDEN
-    return seeds.to(like.device), list(like.shape), place.sizes, place.strides, place.tables
+    seeds = seeds if seeds.device == like.device else seeds.to(like.device)  # torch copies within an abstract device
+    return seeds, list(like.shape), place.sizes, place.strides, place.tables
 
 
 def defined(

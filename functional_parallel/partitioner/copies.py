@@ -41,7 +41,7 @@ class Interpreter(Protocol):
 def recorded(active: Recorder) -> Iterator[list[fx.Node]]:
     """Collect the ops that are recorded inside."""
     nodes: list[fx.Node] = []
-    node = next(reversed(active.traced.graph.nodes))
+    node = next(iter(reversed(active.traced.graph.nodes)))
     yield nodes
     while (node := node.next).op != "root":
         nodes.append(node)

@@ -11,7 +11,7 @@ therefore also a result of the Function. Its gradient from there is then the fir
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,16 +30,19 @@ from .values import numbered
 class CopyRunner:
     """Run the copies of the bodies of one graph."""
 
-    def __init__(self, run: Interpreter, active: Recorder, is_repeating: bool) -> None:
-        self.run, self.active, self.is_repeating = run, active, is_repeating
+    def __init__(self, run: Interpreter, active: Recorder, by_op: Collection[int], is_repeating: bool) -> None:
+        self.run, self.active, self.by_op, self.is_repeating = run, active, by_op, is_repeating
         self.bodies: dict[Hashable, _Body | None] = {}
         self._numbers: dict[int, tuple[int, Iterator[int]]] = {}  # by form: of the body, and of its copies
 
     @classmethod
-    def of(cls, run: Interpreter, *, is_repeating: bool = True) -> CopyRunner | None:
-        """Return a runner for the active trace, or None. Where copies cannot be repeated, it only numbers them."""
+    def of(cls, run: Interpreter, by_op: Collection[int], *, is_repeating: bool = True) -> CopyRunner | None:
+        """Return a runner for the active trace, or None.
+
+        It only numbers the copies whose form is in `by_op`, and all copies where they cannot be repeated.
+        """
         active = recorder()
-        return None if active is None else cls(run, active, is_repeating and is_repeatable(active))
+        return None if active is None else cls(run, active, by_op, is_repeating and is_repeatable(active))
 
     def __call__(self, copy: Copy) -> None:
         """Run a copy, or repeat another one. Note the numbers of body and copy at its ops."""
@@ -57,7 +60,8 @@ class CopyRunner:
         return body, next(copies)
 
     def _run(self, copy: Copy) -> None:
-        taken = TakenValues.of(copy, self.run, self.active) if self.is_repeating else None
+        is_repeating = self.is_repeating and copy.form not in self.by_op
+        taken = TakenValues.of(copy, self.run, self.active) if is_repeating else None
         body = None if taken is None else self.bodies.get(taken.key)
         if taken is not None and taken.key not in self.bodies:
             self.bodies[taken.key] = self._first(copy, taken)

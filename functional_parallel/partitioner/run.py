@@ -88,12 +88,25 @@ def run_partitioned(
     rank holds the parameters and runs the ops on whole operands. If `strict`, ops without a rule raise an error instead
     of computing on full tensors.
     """
-    run = _ShardInterpreter(axis, cut, strict, owner)
-    for node, value in zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True):
-        run.hold(node, value)
-    with explicit_casts():
-        run.run(traced, CopyRunner.of(run, is_repeating=owner is None))
-        return run.results(traced.outputs, out_places)
+    by_op = set[int]()
+    while True:
+        run = _ShardInterpreter(axis, cut, strict, owner)
+        for node, value in zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True):
+            run.hold(node, replace(value, forms=dict(value.forms)))
+        try:
+            with explicit_casts():
+                run.run(traced, CopyRunner.of(run, by_op, is_repeating=owner is None))
+                return run.results(traced.outputs, out_places)
+        except _InsideCopyError as error:  # what was recorded is dead code
+            by_op.add(error.form)
+
+
+class _InsideCopyError(Exception):
+    """A slice needs a value inside a repeated copy, which only a run op by op has."""
+
+    def __init__(self, form: int) -> None:
+        super().__init__(form)
+        self.form = form
 
 
 class _ShardInterpreter:
@@ -102,6 +115,7 @@ class _ShardInterpreter:
         self.values: dict[fx.Node, Any] = {}
         self.stands_for: dict[fx.Node, fx.Node] = {}  # inputs of a graph that replaces an op → operands of the op
         self.sliced: list[fx.Node] = []  # values of which a slice was computed from other values
+        self.form_of: dict[fx.Node, int] = {}  # form of the copy that an op belongs to
         self.held = HeldShards()
 
     def fork(self) -> _ShardInterpreter:
@@ -114,11 +128,11 @@ class _ShardInterpreter:
                 constant = stand_in(traced.constants[node.target], info(node).aval.device)
                 self.values[node] = PartitionedValue(REPLICATED, constant, is_constant=True)
         copies = {} if runner is None else {copy.nodes[0]: copy for copy in copies_of(traced)}
-        inside = {node for copy in copies.values() for node in copy.nodes}
+        self.form_of.update((node, copy.form) for copy in copies.values() for node in copy.nodes)
         for node in traced.nodes:
             if runner is not None and node in copies:
                 runner(copies[node])
-            elif node not in inside:
+            elif runner is None or node not in self.form_of:
                 self.visit(node)
 
     def visit(self, node: fx.Node) -> None:
@@ -276,6 +290,8 @@ class _ShardInterpreter:
         """
         is_op = node.op == "call_function" and node.target is not operator.getitem
         self.sliced.append(node)
+        if is_op and not all(operand in self.values for operand in tensor_operands(node)):
+            raise _InsideCopyError(self.form_of[node])
         source = _split_backwards(self._step(node), form) if is_op else None
         if source is None:
             return self._converted(value, form)

@@ -148,6 +148,13 @@ def test_of_layered_models(name: str, plan: str, count: Counter[str]) -> None:
     assert count["_record"] <= 4
 
 
+@one_in(29, name=LAYERED, plan=PLANS)
+def test_for_a_device_that_is_not_here(name: str, plan: str) -> None:
+    if (name, plan) not in UNSUPPORTED and name != "closed over":  # its constant is on the CPU
+        make, args = gradient_of(LAYERED[name], plan)
+        assert_same_programs(*lowered(make, *fp.abstract(args, "cuda")))
+
+
 @one_in(5, model=MODELS, mesh=[Mesh(data=2, tensor=2), Mesh(data=2), Mesh(tensor=2)])
 def test_of_real_models(model: str, mesh: Mesh, count: Counter[str]) -> None:
     loss, parameters, samples, rules = MODELS[model]
@@ -286,6 +293,24 @@ def test_results_without_a_gradient() -> None:
 
     assert_same_programs(*lowered(make, model.parameters(), batch()))
     assert_same_values(make, model.parameters(), batch())
+
+
+def test_a_slice_of_a_result_is_computed_from_values_inside_the_copies() -> None:
+    """The last product reads a slice of the stream: every op before it computes only that slice."""
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for each in params["layers"]:
+            x = torch.tanh(x * each + 1.0) - x.exp()
+        return (x @ params["last"]).square().mean()
+
+    params = {"layers": [draw(8, seed=n) for n in range(5)], "last": draw(8, 8)}
+    local = fp.grad_and_value(fp.partition(loss, "tensor", ({"layers": P(), "last": P("tensor")}, P())))
+
+    def make(without: Any) -> Any:
+        return fp.compile(local, Mesh(tensor=2), without=without)
+
+    assert_same_programs(*lowered(make, params, draw(SAMPLES, 8)))
+    assert_same_values(make, params, draw(SAMPLES, 8))
 
 
 def test_layers_on_separate_lines_keep_their_lines(count: Counter[str]) -> None:
