@@ -32,7 +32,7 @@ from .collectives import (
     send,
 )
 from .compile import Compiled, compile, shard_map
-from .data import Position, Sampler, even_batches, pad_batch
+from .data import Position, Sampler, even_batches, pad_batch, pad_to
 from .errors import (
     ArgumentSpecError,
     BackendError,
@@ -165,6 +165,7 @@ __all__ = [
     "optim",
     "outputs",
     "pad_batch",
+    "pad_to",
     "partition",
     "pbroadcast",
     "pcast",

@@ -122,7 +122,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "recv",
     ),
     "Derivatives and vmap": ("grad", "grad_and_value", "hessian", "jvp", "vmap"),
-    "Data": ("Sampler", "Position", "even_batches", "pad_batch"),
+    "Data": ("Sampler", "Position", "even_batches", "pad_batch", "pad_to"),
     "Planning and estimates": (
         "estimate",
         "layer_costs",

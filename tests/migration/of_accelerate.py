@@ -149,6 +149,12 @@ ROWS = [
         "`present` selects the samples that are not padding: `errors[present]`.",
     ),
     Row(
+        "accelerator.pad_across_processes(labels, dim=1, pad_index=-100)",
+        'fp.pad_to({"labels": torch.ones(2, 3)}, [4, 8], mesh=mesh)',
+        lambda found: found[0]["labels"][:, 3].tolist() == [-100, -100],
+        "Ranks pad to the smallest of the given lengths that holds the longest batch, so steps have few programs.",
+    ),
+    Row(
         'accelerator.reduce(loss, reduction="mean")',
         "step(x, y)",
         first_loss,
