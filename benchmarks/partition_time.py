@@ -1,10 +1,10 @@
 """How long a model takes from function to flat program, at several depths, now and on an older checkout.
 
     git worktree add /tmp/before v0.9
-    python benchmarks/partition_time.py --layers 12 24 48 96 --marked --old /tmp/before --first-step
+    python benchmarks/partition_time.py --layers 12 24 48 96 --old /tmp/before --first-step
 
 Nothing is computed: parameters and tokens are shapes without storage. GPT-3 is 12288 wide with 96 heads over 2048
-tokens; its layers are a plain loop, or with `--marked` also marked by `fp.repeated`. Hugging Face's Llama, from a
+tokens; its layers are a plain loop. Hugging Face's Llama, from a
 configuration with 256 tokens of vocabulary, has its layers as modules. `staging_cases.py` has the models and the plans.
 
 Each row runs in processes of its own, the two checkouts in turn, and cells are medians of `--repeat` runs. Seconds are
@@ -39,8 +39,7 @@ from staging_cases import MODELS, PLANS, Case, model_of
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("traced", "passes", "cut")
 TARGETS = (  # of the deepest model, relative to the old code at the least depth
-    ("trace, partition, derivatives and types", ("loop", "marked", "modules"), "traced", 1.2),
-    ("whole lowering, marked layers", ("marked",), "seconds", 2.0),
+    ("trace, partition, derivatives and types", ("loop", "modules"), "traced", 1.2),
     ("whole lowering, loop", ("loop",), "seconds", 2.5),
     ("whole lowering, modules", ("modules",), "seconds", 2.5),
 )
@@ -60,7 +59,7 @@ def main() -> None:
     if args.here:
         print(json.dumps(measure(args)))
         return
-    models = [name for name in MODELS if name in args.model or (name == "marked" and args.marked)]
+    models = [name for name in MODELS if name in args.model]
     keys = [Key(model, plan, layers) for model in models for plan in args.plan for layers in args.layers]
     found = {key: in_turn(key, args) for key in keys}
     tables = [report.table(*depths(found, args.calls)), report.table(*phases(found))]
@@ -78,7 +77,6 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48, 96])
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["loop", "modules"])
-    parser.add_argument("--marked", action="store_true", help="also layers that are marked by fp.repeated")
     parser.add_argument("--plan", choices=PLANS, nargs="+", default=list(PLANS))
     parser.add_argument("--old", type=Path, metavar="PATH", help="another checkout, measured in turn with this one")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each row")
@@ -100,7 +98,7 @@ def measure(args: argparse.Namespace) -> Row:
     torch.set_num_threads(1)
     (name, *_), (plan, *_), (layers, *_) = args.model, args.plan, args.layers
     is_small = args.here == "step"
-    Case(model_of("loop" if name == "marked" else name, 2, small=not is_small), PLANS["data"]).lower()
+    Case(model_of(name, 2, small=not is_small), PLANS["data"]).lower()
     case = Case(model_of(name, layers, small=is_small), PLANS[plan])
     if is_small:
         return stepped(case)
@@ -177,10 +175,8 @@ def stepped(case: Case) -> Row:
 
 
 def in_turn(key: Key, args: argparse.Namespace) -> dict[str, list[Row]]:
-    """Rows of this checkout and of the old one, in turn; the old one has a plain loop in place of a marked one."""
-    of = {"now": key} | (
-        {"before": key._replace(model="loop" if key.model == "marked" else key.model)} if args.old else {}
-    )
+    """Rows of this checkout and of the old one, in turn."""
+    of = {"now": key} | ({"before": key} if args.old else {})
     found: dict[str, list[Row]] = {when: [] for when in of}
     for number in range(args.repeat):
         for when, each in of.items():

@@ -1,7 +1,7 @@
 """Models and plans whose staging `partition_time.py` measures.
 
-The layers of a model come in three forms: a plain loop over equal dicts, the same loop whose body is marked with
-`fp.repeated`, and an `nn.ModuleList`, as Hugging Face's Llama has. Models are on the meta device at the full width of
+The layers of a model come in two forms: a plain loop over equal dicts, and an `nn.ModuleList`, as Hugging Face's Llama
+has. Models are on the meta device at the full width of
 GPT-3, or small and on the CPU, if they are to run.
 """
 
@@ -28,7 +28,7 @@ import gpt
 
 __all__ = ["MODELS", "PLANS", "Case", "Model", "model_of"]
 
-MODELS = ("loop", "marked", "modules")
+MODELS = ("loop", "modules")
 SAMPLES = 16
 
 
@@ -102,31 +102,21 @@ def model_of(name: str, layers: int, *, small: bool = False) -> Model:
     """Return a model by the form of its layers.
 
     Raises:
-        SystemExit: if the form needs what is not there: transformers, or a library with `fp.repeated`.
+        SystemExit: if the form needs transformers, which is not there.
     """
     with torch.device("cpu" if small else "meta"):
-        return _llama(layers, small) if name == "modules" else _gpt(layers, small, _repeated(name == "marked"))
+        return _llama(layers, small) if name == "modules" else _gpt(layers, small)
 
 
-def _repeated(is_marked: bool) -> Callable[[Any], Any]:
-    if not is_marked:
-        return lambda f: f
-    if "repeated" not in fp.__all__:
-        raise SystemExit(f"the library in {fp.__path__[0]} has no fp.repeated: leave out the model 'marked' there")
-    return vars(fp)["repeated"]  # type: ignore[no-any-return]  # older libraries lack it, and are measured too
-
-
-def _gpt(layers: int, small: bool, marked: Callable[[Any], Any]) -> Model:
+def _gpt(layers: int, small: bool) -> Model:
     """GPT-3 with its vocabulary of 50257 rounded up to a multiple of 128, so that a tensor axis divides it."""
     wide = {"embed": 12288, "heads": 96, "time": 2048, "vocab": 128 * math.ceil(50257 / 128)}
     config = gpt.Config(layers, **({"embed": 64, "heads": 4, "time": 16, "vocab": 64} if small else wide))
     params, specs = split(gpt.init(config))
 
-    def block(params: Any, x: torch.Tensor) -> torch.Tensor:
+    def layer(params: Any, x: torch.Tensor) -> torch.Tensor:
         x = gpt.residual(x, gpt.attention(params, gpt.norm(x, params["norm1"])), config)
         return gpt.residual(x, gpt.mlp(params, gpt.norm(x, params["norm2"])), config)
-
-    layer = marked(block)
 
     def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
         x = F.embedding(tokens[:, :-1], params["tokens"])

@@ -159,6 +159,10 @@ class NonFiniteError(Error, FloatingPointError):
         self.step, self.parameter, self.state, self.metrics = step, parameter, state, metrics
 
 
+class RestagingWarning(UserWarning):
+    """Warning of a function that is traced again and again, for arguments of many shapes."""
+
+
 class NothingToTrainError(Error, ValueError):
     """Raised for a loss that no parameter has a path to, so that training would change nothing."""
 

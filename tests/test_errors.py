@@ -12,7 +12,7 @@ from sharding_specs import errors as of_specs
 from .layout_of_code import ROOT
 
 NAMES = sorted(set(fp.errors.__all__) - {"Error"})
-INTERNAL = {"CannotDeferError", "UsageError"}  # caught where they are raised
+INTERNAL = {"CannotDeferError", "UsageError", "_InsideCopyError"}  # caught where they are raised
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -236,7 +236,7 @@ def _whose_zeros_it_keeps(node: fx.Node) -> list[fx.Node]:
     if node.target in _PRODUCTS:
         return [each for each in node.args[:2] if isinstance(each, fx.Node)]
     keeps = node.target in _KEEPS_ZEROS or primitive_name(node) == "pcast"
-    return [each for each in node.args[:1] if isinstance(each, fx.Node)] if keeps else []
+    return operands_of(node)[:1] if keeps else []
 
 
 def _where(node: fx.Node) -> str:

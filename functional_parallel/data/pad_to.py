@@ -67,7 +67,15 @@ def pad_to(
     fills = _fills(paths, leaves, dim, values)
     rows = zip(paths, leaves, fills, strict=True)
     sequences = {path or "the batch": leaf for path, leaf, fill in rows if fill is not None and _has_dim(leaf, dim)}
-    count, longest = _lengths({path: leaf.shape[dim] for path, leaf in sequences.items()}, dim, chosen[-1], mesh)
+    found = {path: leaf.shape[dim] for path, leaf in sequences.items()}
+    count, problem = max(found.values(), default=0), _problem(found, dim, chosen[-1])
+    every = [(count, problem)]
+    if mesh is not None:
+        every = default_runtime(mesh).exchange(every[0], "to agree on the length of fp.pad_to")
+    problem = problem or next((f"the batch of another rank: {told}" for _, told in every if told), "")
+    if problem:
+        raise UnevenBatchError(problem)
+    longest = max(length for length, _ in every)
     length = next(each for each in chosen if each >= longest)
     padded = [_padded(leaf, dim, length, fill) for leaf, fill in zip(leaves, fills, strict=True)]
     device = next(iter(sequences.values())).device
@@ -91,19 +99,6 @@ def _fills(paths: list[str], leaves: list[Tree], dim: int, values: Values | None
 
 def _has_dim(leaf: Tree, dim: int) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and -leaf.ndim <= dim < leaf.ndim
-
-
-def _lengths(lengths: Mapping[str, int], dim: int, most: int, mesh: Mesh | None) -> tuple[int, int]:
-    """Return the length of a batch, and that of the longest batch of all ranks."""
-    problem = _problem(lengths, dim, most)
-    count = 0 if problem else max(lengths.values())
-    every = [(count, problem)]
-    if mesh is not None:
-        every = default_runtime(mesh).exchange((count, problem), "to agree on the length of fp.pad_to")
-    problem = problem or next((f"the batch of another rank: {told}" for _, told in every if told), "")
-    if problem:
-        raise UnevenBatchError(problem)
-    return count, max(length for length, _ in every)
 
 
 def _problem(lengths: Mapping[str, int], dim: int, most: int) -> str:

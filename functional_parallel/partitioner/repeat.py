@@ -135,6 +135,7 @@ class _Body:
             values[number].forms[form] = tensors[tensor]
         for position, numbers in zip(copy.escapes, self.found.of_escapes, strict=True):
             run.hold(copy.nodes[position], numbered(values, numbers))
+        call.taken = replace(taken, values=[])  # they have the results: a cycle that is not collected
         return True
 
 
@@ -142,7 +143,9 @@ class _Body:
 class _Backward:
     """Recorded backward ops of one copy."""
 
-    call: _RepeatedCopy
+    copy: Copy
+    forward: list[fx.Node]
+    outside: list[fx.Node | None]
     ops: Template
     nodes: list[fx.Node]
     cotangents: list[fx.Node | None]
@@ -189,12 +192,12 @@ class _RepeatedCopy:
         looks = tuple(None if each is None else observed(each, self.active) for each in given)
         key = (tuple(self.kept), tuple(self.later), same, looks)
         known = self.body.backwards.get(key)
-        lines = None if known is None else _lines(known.call.copy, self.copy)
+        lines = None if known is None else _lines(known.copy, self.copy)
         if known is None or lines is None:
             gradients, self.body.backwards[key] = self._record(given, nodes)
             return gradients
-        pairs = dict(zip(known.call.nodes, self.nodes, strict=True))
-        pairs.update(_pairs([*known.call.outside, *known.cotangents], [*self.outside, *nodes]))
+        pairs = dict(zip(known.forward, self.nodes, strict=True))
+        pairs.update(_pairs([*known.outside, *known.cotangents], [*self.outside, *nodes]))
         copies = self._repeated(known.ops, pairs, lines)
         self._note_copy(copies[node] for node in known.nodes)
         same_as = {node: tensor for node, tensor in zip(nodes, given, strict=True) if tensor is not None}
@@ -247,7 +250,9 @@ class _RepeatedCopy:
             if each is not None and active.value(found[index]) is not each.node:
                 found[index] = each.again(active, {})
         is_known = reads_only(nodes, known) and all(each is None or each.node in known for each in made)
-        return found, _Backward(self, Template(nodes), nodes, cotangents, made) if is_known else None
+        if not is_known:
+            return found, None
+        return found, _Backward(self.copy, self.nodes, self.outside, Template(nodes), nodes, cotangents, made)
 
     def _run_again(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Run the copy op by op on tensors with a gradient. Return what `forward` returns."""

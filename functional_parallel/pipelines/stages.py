@@ -220,7 +220,7 @@ class StageBuilder:
 
 
 def _without_names(value: fx.Node) -> NodeInfo:
-    return info(value)._replace(forward_node=None, replaced_by=None, parameters=(), used_at=None)
+    return info(value)._replace(forward_node=None, replaced_by=None, parameters=(), used_at=None, copy=None)
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from sharding_specs import tree_paths
 
 from .. import _torch
+from ..errors import RestagingWarning
 from ..ir import LeafSignature, TensorSignature, current_source, warn_at
 
 
@@ -64,6 +65,7 @@ Key = tuple[Any, tuple[LeafSignature, ...]]  # a tree, and the signature of each
 
 _MANY = 32  # programs of one function that cause a warning; the number doubles after each warning
 _MANY_FOR_A_KEY = 8  # programs for one key that cause a warning
+_MANY_SHAPES = 4  # traces for different shapes that cause a warning
 _MOST = 3  # leaves that the warning names
 
 
@@ -73,6 +75,7 @@ class ProgramCache(Generic[T]):
     def __init__(self, name: str) -> None:
         self._name, self._found = name, dict[Key, list[T]]()
         self._warn_at = _MANY
+        self._traced: list[Key] | None = []  # None after the warning of many shapes
 
     def get(self, key: Key, make: Callable[[], T]) -> T:
         if key not in self._found and len(self._found) >= self._warn_at:
@@ -84,7 +87,25 @@ class ProgramCache(Generic[T]):
         if found and len(found) % _MANY_FOR_A_KEY == 0:
             self._warn_of_changes(found[-1])
         found.append(make())
+        if self._traced is not None and len(found) == 1:
+            self._count_shapes(self._traced, key)
         return found[-1]
+
+    def _count_shapes(self, traced: list[Key], key: Key) -> None:
+        alike = [*filter(lambda other: _differ_in_shapes(other, key), traced), key]
+        traced.append(key)
+        if len(alike) < _MANY_SHAPES:
+            return
+        self._traced = None
+        rows = zip(_paths(key), *(signatures for _, signatures in alike), strict=True)
+        path, *shapes = next(row for row in rows if len(set(row[1:])) > 1)
+        warn_at(
+            current_source(),
+            f"{self._name} was traced for {len(alike)} shapes of its arguments: {path} was "
+            f"{', '.join(map(_text, shapes))}. Each trace takes as long as the first, and its program is kept. Pad "
+            "batches to a few lengths, as in fp.pad_to(batch, [128, 512]), or to one number of rows, by fp.pad_batch",
+            RestagingWarning,
+        )
 
     def _warn_of_changes(self, last: T) -> None:
         failed = (each for each in last.assumptions if not each.holds())
@@ -103,7 +124,7 @@ class ProgramCache(Generic[T]):
             current_source(),
             f"{self._name} has traced {len(self._found)} programs, and traces another: {_difference(key, last)}. Each "
             "shape, and each value that is not a tensor, needs a separate program. Tracing takes as long as the first "
-            "time, and all programs are kept. Pass numbers as tensors, and pad batches to few shapes (fp.pad_batch)",
+            "time, and all programs are kept. Pass numbers as tensors, and pad batches to few shapes (fp.pad_to)",
             RuntimeWarning,
         )
         self._warn_at *= 2
@@ -113,13 +134,23 @@ def _difference(key: Key, last: Key) -> str:
     (tree, signatures), (last_tree, last_looks) = key, last
     if tree != last_tree:
         return "its arguments have another structure than before"
-    paths = tree_paths(tree.unflatten(range(len(signatures))))
     changes = [
-        f"{path or 'the argument'} is {_text(look)} after {_text(before)}"
-        for path, look, before in zip(paths, signatures, last_looks, strict=True)
+        f"{path} is {_text(look)} after {_text(before)}"
+        for path, look, before in zip(_paths(key), signatures, last_looks, strict=True)
         if look != before
     ]
     return ", ".join([*changes[:_MOST], *(["and more"] if len(changes) > _MOST else [])])
+
+
+def _differ_in_shapes(key: Key, other: Key) -> bool:
+    def without_shapes(each: Key) -> list[LeafSignature]:
+        return [x._replace(shape=()) if isinstance(x, TensorSignature) else x for x in each[1]]
+
+    return key != other and key[0] == other[0] and without_shapes(key) == without_shapes(other)
+
+
+def _paths(key: Key) -> list[str]:
+    return [path or "the argument" for path in tree_paths(key[0].unflatten(range(len(key[1]))))]
 
 
 def _text(look: LeafSignature) -> str:

@@ -43,7 +43,9 @@ class StepPrograms:
         self.passed = loss_arguments(self.requests, [None] * len(self.requests))
         self.batches = BatchInputs(self.f, mesh, options.batch == "own", self.passed)
         self.replicas = replicas_of(self.f.applied, options.has_aux)
-        self.compiled = StatefulProgram("train_step", "take one step, or call train.lower(state, batch), first")
+        self.compiled = StatefulProgram(
+            f"train_step of {self.f.name}", "take one step, or call train.lower(state, batch), first"
+        )
         self.batch_signature: Any = None
         self._warned: set[str] = set()  # parameters that are not trained
 

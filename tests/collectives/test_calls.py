@@ -21,7 +21,13 @@ from sharding_specs import Mesh, P
 
 LIBRARY = Path(fp.__file__).parent
 KNOWS = {"collectives/call.py"}
-WALKS = {"ir/graph.py", "ir/simplify.py", "ir/text.py", "runtime/execution/codegen.py"}  # they treat all ops alike
+WALKS = {
+    "ir/graph.py",
+    "ir/simplify.py",
+    "ir/stamping.py",
+    "ir/text.py",
+    "runtime/execution/codegen.py",
+}  # they treat all ops alike
 VALUES = {"dim": 1, "split_dim": 1, "concat_dim": 2, "pairs": [0, 1], "source": 1, "owner": 1}
 
 

@@ -219,6 +219,15 @@ def PipelineError() -> Any:
 
 
 @case
+def RestagingWarning() -> Any:
+    def score(params: Any, x: Any) -> Any:
+        return params["w"].sum() * x.sum()
+
+    compiled = fp.compile(fp.tensor_parallel("tensor", {"w": P("tensor")})(score), TENSOR)
+    return [compiled.lower(W, torch.ones(*shape)) for shape in ((2, 3), (3, 5), (4, 2), (5, 7))]
+
+
+@case
 def RuleError() -> Any:
     return fp.register_rule(torch.ops.aten.relu.default, "b n, b m")
 

@@ -132,6 +132,7 @@ def test_a_sum_of_microbatches_is_taken_in_their_order() -> None:
     torch.testing.assert_close(found, first + second + third, rtol=1e-15, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::functional_parallel.errors.RestagingWarning")
 def test_a_program_of_another_length_is_another_program() -> None:
     """The last batch of an epoch is traced by itself; the number of samples is part of the program."""
     step = fp.compile(fp.grad_and_value(fp.accumulate(4)(lambda w, x: ((x @ w) ** 2).mean())), Mesh())
