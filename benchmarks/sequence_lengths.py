@@ -3,8 +3,8 @@
     python benchmarks/sequence_lengths.py --write
 
 One training step (AdamW, clipping) on data=2, tensor=2 with Megatron's specs and ZeRO-3 is lowered for ten lengths in
-turn, as batches that are padded to their longest sequence have them.
-The models are narrow, because the time does not depend on the width, and 32 layers deep:
+turn, as batches that are padded to their longest sequence have them. The models are narrow, because the time does not
+depend on the width, and 32 layers deep:
 
     Llama     of Hugging Face, from a configuration, with its attention mask and labels
     GPT       of examples/gpt.py, a loop over dicts of parameters

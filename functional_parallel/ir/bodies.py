@@ -43,8 +43,7 @@ def copies_of(traced: Traced) -> list[Copy]:
     nodes = list(traced.nodes)
     numbers: dict[Hashable, int] = {}
     tokens = [numbers.setdefault(_token(node), len(numbers)) for node in nodes]
-    returned = {output for output in traced.outputs if isinstance(output, fx.Node)}
-    runs = runs_of_repeats(tokens, crossing_values(nodes, returned), _LEAST_OPS, 2 * _LEAST_OPS - 1)
+    runs = runs_of_repeats(tokens, crossing_values(nodes, traced.returned()), _LEAST_OPS, 2 * _LEAST_OPS - 1)
     find = _CopyFinder(traced, nodes, tokens)
     found = [find.copy(start, start + run.period) for run in runs for start in range(run.start, run.end, run.period)]
     count = Counter(copy.form for copy in found)

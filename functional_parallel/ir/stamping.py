@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
-from torch.fx.node import Argument, Target
+from torch.fx.node import Target
 
 from .graph import Args, Kwargs, Traced, tensor_operands, walk_args
 from .info import NodeInfo, info
@@ -42,10 +42,6 @@ class Template:
     @property
     def nodes(self) -> list[fx.Node]:
         return [op.node for op in self._ops]
-
-    def labelled(self, label: Callable[[Argument], Argument]) -> list[tuple[Any, ...]]:
-        """Return the ops with labels as arguments, to compare them with those of another template."""
-        return [(op.target, *walk_args((op.args, op.kwargs), label), op.info.val, op.info.no_grad) for op in self._ops]
 
     def stamp(
         self, traced: Traced, substitution: Mapping[fx.Node, fx.Node], rename: Rename | None = None

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from .. import _torch
 from ..checker import Typing
 from ..collectives import restored, snapshot
-from ..ir import Copy, Source, Template, explicit_casts, info, tensor_operands, update_info
+from ..ir import Copy, Rename, Source, Template, explicit_casts, info, tensor_operands, update_info
 from ..tracing import Recorder, recorder
 from .copies import FoundValues, Interpreter, Made, TakenValues, is_repeatable, observed, reads_only, recorded
 from .values import numbered
@@ -334,7 +334,7 @@ class _Lines:
         return found == counterpart and found.stage == counterpart.stage
 
     @property
-    def rename(self) -> Any:
+    def rename(self) -> Rename | None:
         changed = any(key != (found, found.stage) for key, found in self._found.items())
         return self._renamed if changed else None
 

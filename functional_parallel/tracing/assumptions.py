@@ -75,7 +75,7 @@ class ProgramCache(Generic[T]):
     def __init__(self, name: str) -> None:
         self._name, self._found = name, dict[Key, list[T]]()
         self._warn_at = _MANY
-        self._traced: list[Key] | None = []  # None after the warning of many shapes
+        self._has_warned_of_shapes = False
 
     def get(self, key: Key, make: Callable[[], T]) -> T:
         if key not in self._found and len(self._found) >= self._warn_at:
@@ -87,16 +87,15 @@ class ProgramCache(Generic[T]):
         if found and len(found) % _MANY_FOR_A_KEY == 0:
             self._warn_of_changes(found[-1])
         found.append(make())
-        if self._traced is not None and len(found) == 1:
-            self._count_shapes(self._traced, key)
+        if len(found) == 1 and not self._has_warned_of_shapes:
+            self._count_shapes(key)
         return found[-1]
 
-    def _count_shapes(self, traced: list[Key], key: Key) -> None:
-        alike = [*filter(lambda other: _differ_in_shapes(other, key), traced), key]
-        traced.append(key)
+    def _count_shapes(self, key: Key) -> None:
+        alike = [other for other, found in self._found.items() if found and _are_equal_but_for_shapes(other, key)]
         if len(alike) < _MANY_SHAPES:
             return
-        self._traced = None
+        self._has_warned_of_shapes = True
         rows = zip(_paths(key), *(signatures for _, signatures in alike), strict=True)
         path, *shapes = next(row for row in rows if len(set(row[1:])) > 1)
         warn_at(
@@ -142,11 +141,11 @@ def _difference(key: Key, last: Key) -> str:
     return ", ".join([*changes[:_MOST], *(["and more"] if len(changes) > _MOST else [])])
 
 
-def _differ_in_shapes(key: Key, other: Key) -> bool:
+def _are_equal_but_for_shapes(key: Key, other: Key) -> bool:
     def without_shapes(each: Key) -> list[LeafSignature]:
         return [x._replace(shape=()) if isinstance(x, TensorSignature) else x for x in each[1]]
 
-    return key != other and key[0] == other[0] and without_shapes(key) == without_shapes(other)
+    return key[0] == other[0] and without_shapes(key) == without_shapes(other)
 
 
 def _paths(key: Key) -> list[str]:

@@ -246,7 +246,7 @@ def test_a_level_of_its_own_inside_a_backward() -> None:
     """Its nodes have numbers of their own, and count as a backward inside the one that runs around them."""
     numbers = []
 
-    class Inside(torch.autograd.Function):
+    class _Copied(torch.autograd.Function):
         @staticmethod
         def forward(x: torch.Tensor) -> torch.Tensor:
             return x.clone()
@@ -255,6 +255,7 @@ def test_a_level_of_its_own_inside_a_backward() -> None:
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             pass
 
+    class Inside(_Copied):
         @staticmethod
         def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
             around = _torch.backward_number()
@@ -266,15 +267,7 @@ def test_a_level_of_its_own_inside_a_backward() -> None:
                 (found,) = torch.autograd.grad([y], [leaf], [torch.ones(2)])
             return _torch.unwrap(found)
 
-    class _Noting(torch.autograd.Function):
-        @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
-
+    class _Noting(_Copied):
         @staticmethod
         def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
             numbers.append((_torch.backward_node_number() is None, _torch.backward_number() == -1))

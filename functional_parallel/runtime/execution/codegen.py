@@ -123,7 +123,7 @@ class Writer:
         return [f"{self.names[value]} = {self.names[value]}.wait()" for value in late]
 
     def _last_uses(self, order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
+        kept = self.traced.returned()
         last = {operand: node for node in order for operand in operands_of(node)}
         drops: dict[fx.Node, list[fx.Node]] = {}
         for value, node in last.items():

@@ -203,8 +203,8 @@ class _RegionBuilder:
             self._copy(node)
 
     def _leaving(self, inside: Mapping[fx.Node, Any]) -> tuple[list[fx.Node], list[fx.Node]]:
-        leaves = {out for out in self.old.outputs if isinstance(out, fx.Node)}
-        wanted = [n for n in inside if n in leaves or any(user not in inside for user in n.users)]
+        returned = self.old.returned()
+        wanted = [n for n in inside if n in returned or any(user not in inside for user in n.users)]
         results: dict[fx.Node, None] = {}
         views: dict[fx.Node, None] = {}
         for node in wanted:
