@@ -290,6 +290,7 @@ class _Context(_torch.FunctionContext):
     scale: float
 
 
+@_torch.without_zeros
 class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:

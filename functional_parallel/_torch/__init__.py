@@ -16,7 +16,7 @@ from .fakes import (
     unlogged_fakes,
     without_constant,
 )
-from .functions import FunctionContext, InDims, VmapInfo, quick_apply, running_functions
+from .functions import FunctionContext, InDims, VmapInfo, quick_apply, running_functions, without_zeros
 from .hooks import flags_of_parameter, forward_hooks, gradient_hooks, has_step_hooks
 from .initialisers import default_generator, redrawing_initialiser
 from .nodes import add_call

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,30 @@ class FunctionContext(FunctionCtx):
 class VmapInfo(Protocol):
     @property
     def batch_size(self) -> int: ...
+
+
+_F = TypeVar("_F", bound=type[torch.autograd.Function])
+
+
+def without_zeros(function: _F) -> _F:
+    """Let a Function return no gradients where its results have none. Without this, torch gives it zeros for them.
+
+    Ops that only a loss's unused values depend on then add no ops to a backward.
+    """
+    defined: Any = function
+    setup_context, backward = defined.setup_context, defined.backward
+
+    def setup(ctx: FunctionContext, inputs: tuple[Any, ...], output: Tensor) -> None:
+        setup_context(ctx, inputs, output)
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx: FunctionContext, *cotangents: Tensor | None) -> Any:
+        if all(each is None for each in cotangents):
+            return (None,) * len(ctx.needs_input_grad)
+        return backward(ctx, *cotangents)
+
+    defined.setup_context, defined.backward = staticmethod(setup), staticmethod(gradients)
+    return function
 
 
 _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)

@@ -43,6 +43,7 @@ class _LossContext(FunctionContext):
     source: Source | None
 
 
+@_torch.without_zeros
 class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(log_probs: Tensor, *options: _Option) -> tuple[Tensor, Tensor]:
@@ -51,7 +52,6 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: _LossContext, inputs: tuple[_Option, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output[1])
         ctx.inputs, ctx.source = len(inputs), current_source()
 

@@ -93,6 +93,7 @@ rule([_OUTER], Rule("~s^ k, ~s^ n, e^ -> e k n"))
 
 
 def _bilinear(op: Product, function: Product, of_left: Derivative, of_right: Derivative) -> Product:
+    @_torch.without_zeros
     class Bilinear(torch.autograd.Function):
         @staticmethod
         def forward(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

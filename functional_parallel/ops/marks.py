@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._torch import InDims, VmapInfo
+from .._torch import InDims, VmapInfo, without_zeros
 from ..ir import define_op
 
 _Parameter = str | Sequence[str] | Sequence[int]
@@ -39,6 +39,7 @@ def define_marker(
     """
     op: Callable[..., Tensor] = define_op(f"{schema} -> Tensor", kernel, lambda x, *_: torch.empty_like(x), again)
 
+    @without_zeros
     class Defined(torch.autograd.Function):
         @staticmethod
         def forward(x: Tensor, *parameters: _Parameter) -> Tensor:

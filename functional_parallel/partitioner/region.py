@@ -43,6 +43,7 @@ from ..ir import (
     Aval,
     Source,
     Traced,
+    aval_of,
     current_source,
     info,
     is_trained,
@@ -273,8 +274,10 @@ register_differentiable(region_node, region_node)
 
 class _RegionContext(_torch.FunctionContext):
     region: Region
+    avals: list[Aval]  # of the results
 
 
+@_torch.without_zeros
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(region: Region, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -290,14 +293,15 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: _RegionContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.region, *xs = inputs
+        ctx.avals = [aval_of(x) for x in output]
         ctx.save_for_backward(*xs)
         ctx.save_for_forward(*xs)
         ctx.mark_non_differentiable(*(x for x in output if not is_trained(x)))
 
     @staticmethod
-    def backward(ctx: _RegionContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _RegionContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        given = (gradients[index] for index in _differentiable(ctx.region.results))
+        given = [_or_zeros(gradients[index], ctx.avals[index]) for index in _differentiable(ctx.region.results)]
         found = region_node([*ctx.saved_tensors, *given], _derivative(ctx.region, wanted, backward=True))
         by_operand = dict(zip(wanted, found, strict=True))
         return None, *map(by_operand.get, range(len(ctx.saved_tensors)))
@@ -321,6 +325,10 @@ class _Apply(torch.autograd.Function):
 
 
 # --- Derivatives of a region ---
+
+
+def _or_zeros(gradient: Tensor | None, aval: Aval) -> Tensor:
+    return torch.zeros(aval.shape, dtype=aval.dtype, device=aval.device) if gradient is None else gradient
 
 
 def _differentiable(borders: Sequence[Border]) -> list[int]:

@@ -28,6 +28,7 @@ def straight_through(x: Tensor, value: Tensor) -> Tensor:
         return _apply(x, value)
 
 
+@_torch.without_zeros
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, value: Tensor) -> Tensor:

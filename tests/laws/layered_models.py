@@ -209,6 +209,28 @@ def _unbound(params: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _unread(params: Any, x: Tensor) -> Tensor:
+    """The end reads a result of each layer without a gradient, and only that depends on the dropped shared weight."""
+    shared, found = F.dropout(fp.constrain(params["shared"], P()), 0.3), []
+    for w in params["layers"]:
+        x = x + torch.tanh(F.layer_norm(x, (WIDTH,)) @ w["square"])
+        found.append(torch.tanh(x @ shared).exp())
+    return x + torch.stack(found).sum(0).detach()
+
+
+def _cut_off(params: Any, x: Tensor) -> Tensor:
+    """No gradient reaches the layers before a later one."""
+    for index, w in enumerate(params["layers"]):
+        x = F.layer_norm(x + w["square"][0].expand_as(x), (WIDTH,))
+        x = x + torch.tanh(x @ params["shared"]) @ params["shared"].T
+        if index == 1:
+            x = x * 2
+        if index == 4:
+            with torch.no_grad():
+                x = torch.tanh(x @ w["square"])
+    return x
+
+
 def _of(kind: str) -> Layered:
     shapes, specs, apply = KINDS[kind]
     return Layered(chain(lambda w, x: apply(w, x, x.detach())), shapes, specs)
@@ -240,5 +262,7 @@ LAYERED: dict[str, Layered] = {
     "alternating": Layered(ends(_alternating), UP_DOWN, COLUMNS_ROWS, layers=8),
     "two streams": Layered(ends(_mixed), SQUARE, {}),
     "unbound": Layered(ends(_unbound), SQUARE, {}),
+    "unread results": Layered(ends(_unread), SQUARE, {}, more=(("shared", (WIDTH, WIDTH)),)),
+    "cut off": Layered(ends(_cut_off), SQUARE, {}, layers=7, more=(("shared", (WIDTH, WIDTH)),)),
     **{f"random: {kind}": _of(kind) for kind in sorted(KINDS)},
 }

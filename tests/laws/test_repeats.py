@@ -145,7 +145,7 @@ def test_of_layered_models(name: str, plan: str, count: Counter[str]) -> None:
     assert_same_programs(*lowered(make, *args))
     assert_same_values(make, *args)
     assert count["forward"] >= 2 or (name, plan) in OP_BY_OP
-    assert count["_record"] <= 4
+    assert count["_record"] <= 4 or name == "cut off"  # no two of its layers have the same cotangents
 
 
 @one_in(29, name=LAYERED, plan=PLANS)
@@ -293,6 +293,33 @@ def test_results_without_a_gradient() -> None:
 
     assert_same_programs(*lowered(make, model.parameters(), batch()))
     assert_same_values(make, model.parameters(), batch())
+
+
+def test_a_local_body_whose_results_have_no_gradient() -> None:
+    """One of its results only reaches results of the copies that the loss does not read."""
+    mesh = Mesh(data=2, tensor=2)
+
+    def local(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return fp.psum(w.sum(0, keepdim=True), "tensor") * w, w * 2
+
+    def loss(params: Any, x: torch.Tensor) -> Any:
+        shares = fp.shard_map(local, mesh, in_specs=(P("tensor"),), out_specs=(P("tensor"), P("tensor")))
+        unread, read = shares(params["shared"])
+        found = []
+        for w in params["layers"]:
+            x = torch.tanh(torch.nn.functional.layer_norm(x, (8,)) @ w @ read)
+            found.append(torch.tanh(x @ unread).exp().mean())
+        return x.square().mean(), found
+
+    params = {"shared": draw(8, 8), "layers": [draw(8, 8, seed=n) for n in range(5)]}
+    plan = fp.chain(fp.tensor_parallel("tensor", {"*": P()}), fp.data_parallel("data"))
+    local_step = fp.grad_and_value(plan(loss), has_aux=True)
+
+    def make(without: Any) -> Any:
+        return fp.compile(local_step, mesh, without=without)
+
+    assert_same_programs(*lowered(make, params, draw(SAMPLES, 8)))
+    assert_same_values(make, params, draw(SAMPLES, 8))
 
 
 def test_a_slice_of_a_result_is_computed_from_values_inside_the_copies() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..._torch import InDims, VmapInfo, quick_apply
+from ..._torch import InDims, VmapInfo, quick_apply, without_zeros
 from ...errors import CollectiveTypeError, NotDifferentiableError
 from .. import reference
 from ..axes import Environment, restored, snapshot
@@ -36,6 +36,7 @@ def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor
     """Define the Function of a primitive. `leaves` is the state of its result; None if a parameter gives it."""
     op: Callable[..., Tensor] = getattr(torch.ops.fp, operation)
 
+    @without_zeros
     class Primitive(torch.autograd.Function):
         @staticmethod
         def forward(x: Tensor, lane: Tensor | None, axes: AxisNames, *params: Param) -> Tensor:
