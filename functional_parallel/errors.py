@@ -7,6 +7,7 @@ from typing import Any
 from sharding_specs.errors import Error as Error  # without torch
 from sharding_specs.errors import MeshError as MeshError
 from sharding_specs.errors import SpecError as SpecError
+from sharding_specs.errors import SpecWarning as SpecWarning
 
 
 class TracingError(Error, ValueError):

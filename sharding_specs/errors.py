@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Error", "MeshError", "SpecError"]
+__all__ = ["Error", "MeshError", "SpecError", "SpecWarning"]
 
 
 class Error(Exception):
@@ -15,3 +15,7 @@ class MeshError(Error, ValueError):
 
 class SpecError(Error, ValueError):
     """Raised for specs that cannot be read or do not fit their tensors. The message lists all of them."""
+
+
+class SpecWarning(UserWarning):
+    """Issued for rules that leave parameters replicated which they could be expected to split."""

@@ -44,6 +44,7 @@ MODULES: dict[str, ModuleType] = {
     "fp.interop": fp.interop,
     "fp.errors": fp.errors,
     "sharding_specs": sharding_specs,
+    "sharding_specs.rules": sharding_specs.rules,
 }
 
 # Names of `functional_parallel.__all__` by section, in the order of the page. Errors are in the section of fp.errors.
@@ -313,7 +314,9 @@ def _anchor(section: str) -> str:
 def _belongs(prefix: str, name: str, value: Any) -> bool:
     """Whether a name has its row here. Names of fp have theirs in its sections, errors in the section of fp.errors."""
     is_error = isinstance(value, type) and issubclass(value, (fp.errors.Error, Warning))
-    return prefix == "fp.errors" or not (is_error or value is getattr(fp, name, None))
+    is_elsewhere = is_error or value is getattr(fp, name, None)
+    is_elsewhere |= prefix == "sharding_specs.rules" and value is getattr(sharding_specs, name, None)
+    return prefix == "fp.errors" or not is_elsewhere
 
 
 def _lead(section: str) -> Iterator[str]:

@@ -35,4 +35,4 @@ def test_no_error_is_defined_elsewhere() -> None:
     }
     assert {name for name, file in found.items() if file != "errors.py"} == INTERNAL
     assert set(found) - INTERNAL == set(fp.errors.__all__)
-    assert set(of_specs.__all__) == {"Error", "MeshError", "SpecError"}
+    assert set(of_specs.__all__) == {"Error", "MeshError", "SpecError", "SpecWarning"}

@@ -1,5 +1,7 @@
 """Sharding rules of ops: layouts along an axis, conversions, notation, table of rules, and rules of torch's ops."""
 
+from sharding_specs.rules import for_model  # rules of the parameters of a model, for users who look here
+
 from .aten.losses import cross_entropy
 from .aten.norms import batch_norm, batch_norm_formula
 from .aten.rearrangements import reshaped_place

@@ -132,6 +132,15 @@ def SpecError() -> Any:
 
 
 @case
+def SpecWarning() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=15, n_embd=960))
+    return fp.rules.for_model(model, mesh=TENSOR)
+
+
+@case
 def CustomFunctionError() -> Any:
     class Cube(torch.autograd.Function):
         @staticmethod

@@ -8,28 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 import functional_parallel as fp
 from sharding_specs import Mesh, apply_rules, rules
+
+from .families import Batch, KeepDouble, labels, loss_of, tokens
 
 transformers = pytest.importorskip("transformers")
 
 MESH = Mesh(data=2, tensor=2)
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-Batch = dict[str, torch.Tensor]
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
-
-
-def labels() -> torch.Tensor:
-    """Tokens of which some do not count, more on one data rank than on the other."""
-    found = tokens().clone()
-    found[0, 2:7] = -100
-    return found
 
 
 def llama() -> tuple[torch.nn.Module, Batch]:
@@ -64,31 +52,6 @@ MODELS: dict[str, tuple[Callable[[], tuple[torch.nn.Module, Batch]], dict[str, A
     "bert": (bert, rules.bert("tensor")),
     "vit": (vit, rules.vit("tensor")),
 }
-
-
-class KeepDouble(TorchFunctionMode):
-    """Turns casts to float32 inside a model's own code into nothing, so that float64 stays float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(args[0] if args else None, torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-            kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
-        return func(*args, **kwargs)
-
-
-def loss_of(model: torch.nn.Module, double: bool) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
-    fn, params = fp.functional(model)
-
-    def loss(params: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        if not double:
-            return fn(params, **batch).loss
-        with KeepDouble():
-            return fn(params, **batch).loss
-
-    return loss, params
 
 
 def plan_for(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rules that assign specs by path: patterns → specs, the first match wins. Also rules for well-known models.
+"""Rules that assign specs by path: patterns → specs, the first match wins.
 
 A pattern is a glob over a leaf's path. `/` and `.` are equivalent separators, for dotted names of modules and pytree
 paths. `*` crosses separators. A leading `*/` also matches at the top level.
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import optree
 
-from .errors import SpecError
-from .pytree import Tree
-from .spec import P, as_spec
-from .trees import tree_paths
+from ..errors import SpecError
+from ..pytree import Tree
+from ..spec import P, as_spec
+from ..trees import tree_paths
 
 Rules = Mapping[str, P | str | None] | Iterable[tuple[str, P | str | None]]
 
@@ -121,75 +121,3 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
         return max(SequenceMatcher(None, bare, part).ratio() for part in (path, *path.replace(".", "/").split("/")))
 
     return sorted(known, key=likeness, reverse=True)[:most]
-
-
-# --- Rules for models: Megatron's column and row splits for Hugging Face's parameter names, all of them optional ---
-
-_WRAPPERS = ("base_layer", "original_module", "modules_to_save/*")  # of peft, around a layer
-_TABLES = ("wte", "embed_tokens", "word_embeddings")
-
-
-def _ready(rules: Mapping[str, P], *, transposed: bool = False) -> dict[str, P]:
-    """Return the rules, and rules for the names that peft gives to the same parameters and to LoRA's matrices.
-
-    The product of LoRA's matrices, `B @ A`, has the shape of a linear weight. B has the weight's split of output dims,
-    and A has its split of input dims, so neither is gathered. Weights are `transposed` if dim 0 is the input (GPT-2).
-    """
-    found = dict[str, P]()
-    for pattern, spec in rules.items():
-        layer, _, kind = pattern.rpartition("/")
-        found[pattern] = spec
-        if kind in ("weight", "bias") and layer:
-            found |= {f"{layer}/{wrapper}/{kind}": spec for wrapper in _WRAPPERS}
-        first, second = (*spec.dims, None, None)[:2]
-        if kind == "weight" and layer.endswith(_TABLES):
-            found |= {f"{layer}/lora_embedding_A/*": P(None, first), f"{layer}/lora_embedding_B/*": P(second)}
-        elif kind == "weight" and layer:
-            out, taken = (second, first) if transposed and layer != "*/lm_head" else (first, second)
-            found |= {f"{layer}/lora_A/*/weight": P(None, taken), f"{layer}/lora_B/*/weight": P(out)}
-    return {optional(pattern): spec for pattern, spec in {**found, "*": P()}.items()}
-
-
-def gpt2(axis: str = "tensor") -> dict[str, P]:
-    """Rules of GPT-2: fused query-key-value split by heads, MLP by columns then rows, vocabulary split.
-
-    >>> gpt2()["*/c_attn/weight"]
-    P(None, (3, 'tensor'))
-    """
-    rules = {
-        "*/wte/weight": P(axis),
-        "*/lm_head/weight": P(axis),
-        "*/c_attn/weight": P.parse(f"embed (3 heads/{axis} dim)"),
-        "*/c_attn/bias": P.parse(f"(3 heads/{axis} dim)"),
-        "*/attn/c_proj/weight": P(axis),
-        "*/c_fc/weight": P(None, axis),
-        "*/c_fc/bias": P(axis),
-        "*/mlp/c_proj/weight": P(axis),
-    }
-    return _ready(rules, transposed=True)
-
-
-def llama(axis: str = "tensor") -> dict[str, P]:
-    """Rules of Llama: query, key, value, gate and up by columns, output and down by rows, vocabulary split."""
-    first = ("q", "k", "v", "gate", "up")
-    columns = {f"*/{name}_proj/{kind}": P(axis) for name in first for kind in ("weight", "bias")}
-    rows = {f"*/{name}_proj/weight": P(None, axis) for name in ("o", "down")}
-    return _ready({**columns, **rows, "*/embed_tokens/weight": P(axis), "*/lm_head/weight": P(axis)})
-
-
-def bert(axis: str = "tensor") -> dict[str, P]:
-    """Rules of BERT: query, key, value and intermediate by columns, outputs by rows, vocabulary split."""
-    rules = {f"*/self/{name}/{kind}": P(axis) for name in ("query", "key", "value") for kind in ("weight", "bias")}
-    rules |= {f"*/intermediate/dense/{kind}": P(axis) for kind in ("weight", "bias")}
-    rules |= {"*/attention/output/dense/weight": P(None, axis), "*/output/dense/weight": P(None, axis)}
-    rules |= {"*/word_embeddings/weight": P(axis), "*/decoder/weight": P(axis), "*/predictions/*bias": P(axis)}
-    return _ready({"*/transform/*": P(), **rules})
-
-
-def vit(axis: str = "tensor") -> dict[str, P]:
-    """Rules of ViT: query, key, value and the MLP's first layer by columns, outputs and its second layer by rows."""
-    first = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "fc1", "intermediate/dense")
-    second = ("o_proj", "fc2", "attention/output/dense", "output/dense")
-    rules = {f"*/{name}/{kind}": P(axis) for name in first for kind in ("weight", "bias")}
-    rules |= {f"*/{name}/weight": P(None, axis) for name in second}
-    return _ready(rules)
