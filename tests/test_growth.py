@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 import functional_parallel as fp
+from functional_parallel.ir import repeats
 from functional_parallel.passes.lifetimes import Lifetimes
 from sharding_specs import Mesh, P
 
@@ -127,3 +128,19 @@ def asking(layers: int) -> dict[str, Calls]:
 
 def test_questions_about_strides() -> None:
     require_linear(asking, (100, 200))
+
+
+def searching(bodies: int) -> dict[str, Calls]:
+    """Calls of the search for repeats in a sequence with two copies of each of many bodies."""
+    tokens = [(body, index) for body in range(bodies) for _ in range(2) for index in range(10)]
+
+    def search() -> list[repeats.Run]:
+        return repeats.runs_of_repeats(tokens, [0] * len(tokens), 4, 7)
+
+    runs, calls = counted(search)
+    assert [(run.period, run.copies) for run in runs] == [(10, 2)] * bodies
+    return {"search": calls}
+
+
+def test_the_search_for_repeats() -> None:
+    require_linear(searching, (50, 100, 200))

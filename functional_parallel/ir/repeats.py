@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import Container, Hashable, Sequence
@@ -51,11 +52,16 @@ def runs_of_repeats(
     open_ = [(0, len(tokens))]
     while open_:
         first, end = open_.pop()
-        best = _best(tokens[first:end], crossing[first:end], period, stretch)
-        if best is not None:
-            run = best._replace(start=first + best.start)
-            found.append(run)
-            open_ += [(first, run.start), (run.end, end)]
+        periods = _periods(tokens[first:end], period)
+        longest = _Longest(crossing, stretch)
+        for each in periods[:_CANDIDATES]:
+            for start, length in _runs(tokens[first:end], each):
+                longest.add(each, first + start, first + start + length + each)
+        taken = longest.disjoint()
+        found += taken
+        if taken and len(periods) > _CANDIDATES:
+            bounds = [first, *(bound for run in taken for bound in (run.start, run.end)), end]
+            open_ += zip(bounds[::2], bounds[1::2], strict=True)
     return sorted(found)
 
 
@@ -73,17 +79,36 @@ def crossing_values(nodes: Sequence[fx.Node], returned: Container[fx.Node] = ())
     return list(itertools.accumulate(change[:-1]))
 
 
-def _best(tokens: Sequence[Hashable], crossing: Sequence[int], least: int, stretch: int) -> Run | None:
-    """Return the longest run of copies; of equal ones, the one with the shortest period."""
-    best: Run | None = None
-    for period in sorted(_periods(tokens, least)):
-        for start, length in _runs(tokens, period):
-            copies = (length + period) // period
-            if copies * period > (stretch if best is None else best.period * best.copies):
-                spare = (length + period) % period
-                shift = min(range(spare + 1), key=lambda s: sum(_at(crossing, start + s, period, copies)))
-                best = Run(start + shift, period, copies)
-    return best
+class _Longest:
+    """Choice of disjoint runs. The longest is taken first; of equal ones, the one with the shortest period."""
+
+    def __init__(self, crossing: Sequence[int], stretch: int) -> None:
+        self.crossing, self.stretch = crossing, stretch
+        self._open: list[tuple[int, int, int, int]] = []
+
+    def add(self, period: int, start: int, end: int) -> None:
+        copies = (end - start) // period
+        if copies > 1 and copies * period > self.stretch:
+            heapq.heappush(self._open, (-copies * period, period, start, end))
+
+    def disjoint(self) -> list[Run]:
+        found, taken = [], bytearray(len(self.crossing))
+        while self._open:
+            _, period, start, end = heapq.heappop(self._open)
+            if (first := taken.find(1, start, end)) < 0:
+                run = self._run(period, start, end)
+                taken[run.start : run.end] = b"\1" * (run.period * run.copies)
+                found.append(run)
+            else:
+                self.add(period, start, first)
+                if (rest := taken.find(0, first, end)) >= 0:
+                    self.add(period, rest, end)
+        return sorted(found)
+
+    def _run(self, period: int, start: int, end: int) -> Run:
+        copies, spare = divmod(end - start, period)
+        shift = min(range(spare + 1), key=lambda s: sum(_at(self.crossing, start + s, period, copies)))
+        return Run(start + shift, period, copies)
 
 
 def _at(crossing: Sequence[int], start: int, period: int, copies: int) -> list[int]:
@@ -99,7 +124,7 @@ def _periods(tokens: Sequence[Hashable], least: int) -> list[int]:
         if distance >= least:
             weights[distance] = weights.get(distance, 0.0) + 1 / count[token]
         last[token] = index
-    return sorted(weights, key=weights.__getitem__, reverse=True)[:_CANDIDATES]
+    return sorted(weights, key=weights.__getitem__, reverse=True)
 
 
 def _runs(tokens: Sequence[Hashable], period: int) -> list[tuple[int, int]]:
