@@ -12,7 +12,8 @@ processor time of one thread, after a program of 2 other layers has filled torch
 again, for the seconds of each phase: until it is traced, partitioned, differentiated and typed; its passes; and the cut
 of a pipeline. With `--first-step` a small model also runs two steps: the first one, without the time of the second, is
 the time in which the program's code is generated. With `--calls` Python's calls are counted, which other programs on
-the machine do not change. `--profile` shows where the time goes.
+the machine do not change. `--profile` shows where the time goes. A run of all rows takes hours. With `--rows` each row
+is written to a file when it is measured, and a later run with the same file measures only the rows that it lacks.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first-step", action="store_true", help="run small models too, for the first step")
     parser.add_argument("--calls", action="store_true", help="count Python's calls too, in a run of their own")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print the functions that take most")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="where rows are kept, one JSON line each")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
     parser.add_argument("--here", choices=["lower", "step"], help="one row in this process, as JSON")
     args = parser.parse_args()
@@ -176,17 +178,27 @@ def stepped(case: Case) -> Row:
 
 def in_turn(key: Key, args: argparse.Namespace) -> dict[str, list[Row]]:
     """Rows of this checkout and of the old one, in turn."""
-    of = {"now": key} | ({"before": key} if args.old else {})
-    found: dict[str, list[Row]] = {when: [] for when in of}
-    for number in range(args.repeat):
-        for when, each in of.items():
-            row = apart("lower", each, when, args)
-            if args.calls and not number:
-                row["calls"] = apart("lower", each, when, args, ["--calls"])["calls"]
-            if args.first_step and PLANS[key.plan].is_step:
-                row |= apart("step", each, when, args)
+    found: dict[str, list[Row]] = {"now": []} | ({"before": []} if args.old else {})
+    kept = [] if args.rows is None or not args.rows.exists() else map(json.loads, args.rows.read_text().splitlines())
+    for *of, when, row in kept:
+        if Key(*of) == key and when in found:
             found[when].append(row)
+    for number in range(args.repeat):
+        for when in [when for when, rows in found.items() if len(rows) == number]:
+            found[when].append(one_run(key, when, args, counts=args.calls and not number))
+            if args.rows is not None:
+                with args.rows.open("a") as file:
+                    file.write(json.dumps([*key, when, found[when][-1]]) + "\n")
     return found
+
+
+def one_run(key: Key, when: str, args: argparse.Namespace, counts: bool) -> Row:
+    row = apart("lower", key, when, args)
+    if counts:
+        row["calls"] = apart("lower", key, when, args, ["--calls"])["calls"]
+    if args.first_step and PLANS[key.plan].is_step:
+        row |= apart("step", key, when, args)
+    return row
 
 
 def apart(what: str, key: Key, when: str, args: argparse.Namespace, options: Sequence[str] = ()) -> Row:
