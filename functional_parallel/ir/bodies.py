@@ -1,13 +1,14 @@
 """Copies of one body in a graph: consecutive slices with the same ops, such as the layers of a model.
 
-Two copies have one form if one is the other with other values from outside. Nothing is known about these values: they
-may be inputs, results of the previous copy, or results of any other op.
+Two copies have one form if one is the other with other values from outside, or with other slices of them, such as the
+layers of stacked weights. Nothing is known about these values: they may be inputs, results of the previous copy, or
+results of any other op.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -16,13 +17,16 @@ from torch import fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from .graph import Traced, tensor_operands, walk_args
+from .graph import Args, Traced, tensor_operands, walk_args
 from .info import info
 from .repeats import crossing_values, runs_of_repeats
 from .simplify import frozen
 
+aten = torch.ops.aten
+
 _LEAST_OPS = 4  # of a copy
-_DETACHES = torch.ops.aten.detach.default
+_DETACHES = aten.detach.default
+_SLICES = {aten.select.int: aten.select_backward.default, aten.slice.Tensor: aten.slice_backward.default}
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +37,31 @@ class Copy:
     externals: tuple[fx.Node, ...]  # values from outside, in the order of their first use
     escapes: tuple[int, ...]  # positions of the nodes that are read outside
     later: tuple[bool, ...]  # for each external value, whether ops after the copy read it
-    form: int  # equal for copies that differ only in the values from outside and in their later uses
+    form: int  # equal for copies that differ only in the values from outside, the slices of them, and later uses
+
+
+def slices_of(nodes: Iterable[fx.Node]) -> list[Args]:
+    """Return dims and bounds of the slices that ops take."""
+    return [node.args[1:] for node in nodes if node.target in _SLICES]
+
+
+def slices_by_gradient(nodes: Iterable[fx.Node], forward: Container[fx.Node]) -> dict[fx.Node, fx.Node] | None:
+    """Return the op that takes a slice, for each op that adds a gradient to one. None if one of them is unknown."""
+    found = {}
+    for node in nodes:
+        if node.target in _SLICES.values():
+            of = info(node).forward_node
+            if of is None or of not in forward or _SLICES.get(of.target) is not node.target:
+                return None
+            if bounds_of_gradient(of) != node.args[2:]:
+                return None
+            found[node] = of
+    return found
+
+
+def bounds_of_gradient(node: fx.Node) -> Args:
+    """Return dim and bounds of a slice as its derivative has them, with a step."""
+    return node.args[1:] if node.target is aten.select.int else (*node.args[1:], 1)[:4]
 
 
 def copies_of(traced: Traced) -> list[Copy]:
@@ -62,12 +90,13 @@ class _CopyFinder:
         described: list[Hashable] = []
         escapes = tuple(at for at, node in enumerate(nodes) if self._last_use(node) >= end)
         for index, node in enumerate(nodes, start):
-            operands = []
+            operands: list[int] = []
             for operand in tensor_operands(node):
                 at = self.position.get(operand, -1)
                 operands.append(at - start if at >= start else -1 - externals.setdefault(operand, len(externals)))
             is_read_once = len(node.users) == 1 and index - start not in escapes
-            described.append((self.tokens[index], *operands, is_read_once))
+            bounds = slices_of([node]) if operands[:1] and operands[0] >= 0 else []
+            described.append((self.tokens[index], *operands, *bounds, is_read_once))
         later = tuple(self._last_use(node) >= end for node in externals)
         outside = tuple((node in self.attached, len(node.users) == 1) for node in externals)
         form = (*described, escapes, outside)
@@ -80,7 +109,8 @@ class _CopyFinder:
 def _token(node: fx.Node) -> Hashable:
     """Return what an op is, without its operands and its source line."""
     known = info(node)
-    args = walk_args((node.args, node.kwargs), _without_node)
+    given = node.args[:2] + node.args[4:] if node.target in _SLICES else node.args
+    args = walk_args((given, node.kwargs), _without_node)
     facts = (known.val, known.type, known.no_grad, known.backward, known.implicit_cast, known.enumerated)
     key: tuple[Hashable, ...] = (node.target, frozen(args), *facts)
     try:

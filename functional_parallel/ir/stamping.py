@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import fx
@@ -44,7 +45,11 @@ class Template:
         return [op.node for op in self._ops]
 
     def stamp(
-        self, traced: Traced, substitution: Mapping[fx.Node, fx.Node], rename: Rename | None = None
+        self,
+        traced: Traced,
+        substitution: Mapping[fx.Node, fx.Node],
+        rename: Rename | None = None,
+        ends: Mapping[fx.Node, tuple[int, Args]] = MappingProxyType({}),
     ) -> dict[fx.Node, fx.Node]:
         """Copy the ops to the insertion point of a graph, with the facts about them. Return the copy of each.
 
@@ -53,6 +58,7 @@ class Template:
             substitution: what replaces the operands from outside. Other ones are shared, if the graph is the template's
                 own; of another graph, all must be given. The result contains these pairs too.
             rename: from the source line of an op to that of its copy, where they differ.
+            ends: for ops whose last arguments differ in their copy, the position of the first, and all of them.
         """
         copies = dict(substitution)
         moved: dict[int, Source] = {}  # by identity, because equal lines may be in different stages
@@ -79,6 +85,9 @@ class Template:
                 for position in operands:
                     given[position] = copy_of(given[position])
                 args = tuple(given)
+            if node in ends:
+                first, rest = ends[node]
+                args = (*args[:first], *rest)
             if known.forward_node is not None:
                 known = known._replace(forward_node=copies.get(known.forward_node, known.forward_node))
             if rename is not None:

@@ -21,7 +21,21 @@ from torch import Tensor, fx
 from .. import _torch
 from ..checker import Typing
 from ..collectives import restored, snapshot
-from ..ir import Copy, Rename, Source, Template, explicit_casts, info, tensor_operands, update_info
+from ..ir import (
+    Args,
+    Copy,
+    Rename,
+    Source,
+    Template,
+    bounds_of_gradient,
+    explicit_casts,
+    info,
+    slices_by_gradient,
+    slices_of,
+    tensor_operands,
+    update_info,
+)
+from ..rules import Shard
 from ..tracing import Recorder, recorder
 from .copies import FoundValues, Interpreter, Made, TakenValues, is_repeatable, observed, reads_only, recorded
 from .values import numbered
@@ -72,6 +86,11 @@ class CopyRunner:
         for node in copy.nodes:
             self.run.visit(node)
 
+    def _is_cut(self, node: fx.Node) -> bool:
+        """Whether an op takes a slice along a dim that is sharded."""
+        place = self.run.values[node.args[0]].place if slices_of([node]) else None
+        return isinstance(place, Shard) and place.dim == node.args[1] % info(node.args[0]).aval.ndim
+
     def _first(self, copy: Copy, taken: TakenValues) -> _Body | None:
         known, sliced = [dict(value.forms) for value in taken.values], len(self.run.sliced)
         since = _torch.next_node_number()
@@ -91,7 +110,10 @@ class CopyRunner:
             {taken.trained[index] for index in _torch.sources_of_gradients(tensor, trained, since)}
             for tensor in found.tensors
         ]
-        return _Body(self.active, copy, Template(nodes), nodes, outside, found, made, sources, cut)
+        slices: list[fx.Node] | None = [node for node in nodes if slices_of([node])]
+        if slices_of(nodes) != slices_of(copy.nodes) or any(self._is_cut(node) for node in copy.nodes):
+            slices = None
+        return _Body(self.active, copy, Template(nodes), nodes, outside, found, made, sources, cut, slices)
 
 
 @dataclass(eq=False)
@@ -107,6 +129,7 @@ class _Body:
     made: list[Made]
     sources: list[set[int]]  # for each result, numbers of the tensors from outside to which its gradient flows
     cut: list[int]  # numbers of the external nodes of which a slice was computed
+    slices: list[fx.Node] | None  # ops that take the slices of the copy. None if they are not one for each
     backwards: dict[Hashable, _Backward | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,7 +141,7 @@ class _Body:
     def repeat(self, run: Interpreter, copy: Copy, taken: TakenValues) -> bool:
         """Repeat the ops for another copy. Return False if its source lines or its slices do not allow it."""
         lines = _lines(self.copy, copy)
-        if lines is None or _has_op(copy, self.cut):
+        if lines is None or _has_op(copy, self.cut) or not self._has_slices(copy):
             return False
         call = _RepeatedCopy(self, run.fork(), copy, taken, lines)
         outputs = iter(_Repeat.apply(call, *call.trained) if call.sources else call.forward())  # type: ignore[no-untyped-call]
@@ -138,6 +161,9 @@ class _Body:
         call.taken = replace(taken, values=[])  # they have the results: a cycle that is not collected
         return True
 
+    def _has_slices(self, copy: Copy) -> bool:
+        return self.slices is not None or slices_of(copy.nodes) == slices_of(self.copy.nodes)
+
 
 @dataclass(eq=False)
 class _Backward:
@@ -150,6 +176,7 @@ class _Backward:
     nodes: list[fx.Node]
     cotangents: list[fx.Node | None]
     made: Sequence[Made | None]  # gradients
+    slices: dict[fx.Node, fx.Node]  # of the ops that add a gradient to a slice, the op that slices
 
 
 class _RepeatedCopy:
@@ -176,7 +203,8 @@ class _RepeatedCopy:
         self.outside = [None] * len(body.outside)
         for index in body.read:
             self.outside[index] = active.node_of(_torch.unwrap(self.taken.tensors[index]))
-        copies = self._repeated(body.ops, _pairs(body.outside, self.outside), self.lines)
+        ends = dict(zip(body.slices or (), ((1, bounds) for bounds in slices_of(self.copy.nodes)), strict=False))
+        copies = self._repeated(body.ops, _pairs(body.outside, self.outside), self.lines, ends)
         self.nodes = [copies[node] for node in body.nodes]
         self.results = {index: body.made[index].again(active, copies) for index in self.kept}
         found = [x for index, x in self.results.items() if body.made[index].has_gradient]
@@ -198,7 +226,8 @@ class _RepeatedCopy:
             return gradients
         pairs = dict(zip(known.forward, self.nodes, strict=True))
         pairs.update(_pairs([*known.outside, *known.cotangents], [*self.outside, *nodes]))
-        copies = self._repeated(known.ops, pairs, lines)
+        ends = {node: (2, bounds_of_gradient(pairs[of])) for node, of in known.slices.items()}
+        copies = self._repeated(known.ops, pairs, lines, ends)
         self._note_copy(copies[node] for node in known.nodes)
         same_as = {node: tensor for node, tensor in zip(nodes, given, strict=True) if tensor is not None}
         return [None if each is None else self._gradient(each, copies, same_as) for each in known.made]
@@ -210,8 +239,10 @@ class _RepeatedCopy:
         found = cotangents.get(copies.get(made.node, made.node))
         return made.again(self.active, copies) if found is None else found
 
-    def _repeated(self, ops: Template, pairs: Mapping[fx.Node, fx.Node], lines: _Lines) -> Mapping[fx.Node, fx.Node]:
-        copies = ops.stamp(self.active.traced, pairs, lines.rename)
+    def _repeated(
+        self, ops: Template, pairs: Mapping[fx.Node, fx.Node], lines: _Lines, ends: Mapping[fx.Node, tuple[int, Args]]
+    ) -> Mapping[fx.Node, fx.Node]:
+        copies = ops.stamp(self.active.traced, pairs, lines.rename, ends)
         if isinstance(self.active.on_node, Typing) and self.active.on_node.then is not None:
             for node in ops.nodes:
                 self.active.on_node.then(copies[node])
@@ -249,10 +280,11 @@ class _RepeatedCopy:
         for index, each in enumerate(made):
             if each is not None and active.value(found[index]) is not each.node:
                 found[index] = each.again(active, {})
+        slices = slices_by_gradient(nodes, set(self.nodes))
         is_known = reads_only(nodes, known) and all(each is None or each.node in known for each in made)
-        if not is_known:
+        if slices is None or not is_known:
             return found, None
-        return found, _Backward(self.copy, self.nodes, self.outside, Template(nodes), nodes, cotangents, made)
+        return found, _Backward(self.copy, self.nodes, self.outside, Template(nodes), nodes, cotangents, made, slices)
 
     def _run_again(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Run the copy op by op on tensors with a gradient. Return what `forward` returns."""

@@ -29,6 +29,7 @@ class Layered:
         specs: of a layer's weights over the tensor axis.
         layers: their number.
         more: shapes of other parameters.
+        stacked: whether the layers lie in one tensor for each weight.
     """
 
     loss: Callable[[Any, Weights], Tensor]
@@ -36,12 +37,17 @@ class Layered:
     specs: dict[str, P]
     layers: int = 5
     more: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    stacked: bool = False
 
     def parameters(self) -> Any:
-        layers = [{name: draw(*shape, seed=n) for name, shape in self.shapes.items()} for n in range(self.layers)]
+        layers: Any = [{name: draw(*shape, seed=n) for name, shape in self.shapes.items()} for n in range(self.layers)]
+        if self.stacked:
+            layers = {name: torch.stack([weights[name] for weights in layers]) for name in self.shapes}
         return {"table": draw(12, WIDTH), "layers": layers, **{name: draw(*shape) for name, shape in self.more}}
 
     def rules(self) -> dict[str, P]:
+        if self.stacked:
+            return {f"layers/{name}": P(None, *spec.dims) for name, spec in self.specs.items()} | {"*": P()}
         return {f"layers/*/{name}": spec for name, spec in self.specs.items()} | {"*": P()}
 
 
@@ -83,6 +89,10 @@ COLUMNS_ROWS = {"up": P(None, "tensor"), "down": P("tensor", None)}
 
 def mlp(w: Weights, x: Tensor) -> Tensor:
     return x + F.gelu(F.layer_norm(x, (WIDTH,)) @ w["up"]) @ w["down"]
+
+
+def biased(w: Weights, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ w["up"] + w["bias"]) @ w["down"]
 
 
 def dropped(w: Weights, x: Tensor) -> Tensor:
@@ -231,6 +241,104 @@ def _cut_off(params: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _indexed(params: Any, x: Tensor) -> Tensor:
+    for index in range(len(params["layers"]["up"])):
+        x = mlp({name: stacked[index] for name, stacked in params["layers"].items()}, x)
+    return x
+
+
+def _split_up(params: Any, x: Tensor) -> Tensor:
+    for up, down in zip(params["layers"]["up"].unbind(), params["layers"]["down"], strict=True):
+        x = mlp({"up": up, "down": down}, x)
+    return x
+
+
+def _sliced(params: Any, x: Tensor) -> Tensor:
+    """Two layers at a time."""
+    for index in range(0, len(params["layers"]["up"]), 2):
+        up, down = (params["layers"][name][index : index + 2] for name in ("up", "down"))
+        x = x + torch.einsum("btd,ndf,nfe->bte", F.layer_norm(x, (WIDTH,)), up, down)
+    return x
+
+
+def _stacked_inside(params: Any, x: Tensor) -> Tensor:
+    """The model stacks its layers, and takes them apart."""
+    stacked = {name: torch.stack([w[name] for w in params["layers"]]) for name in ("up", "down")}
+    return _indexed({"layers": stacked}, x)
+
+
+def _windows(params: Any, x: Tensor) -> Tensor:
+    """Each layer reads other columns of a value that a plan may split along them, and other positions of another."""
+    wide, first = x @ params["layers"][0]["up"], x.cos()
+    for index, w in enumerate(params["layers"]):
+        x = mlp(w, x * first[:, index % TIME, None]) * wide[..., index : index + WIDTH] + wide[..., index, None]
+    return x
+
+
+def _sizes(params: Any, x: Tensor) -> Tensor:
+    """Layers of two widths, in no period."""
+    for index, w in enumerate(params["layers"]):
+        half = slice(0, 8 if index in (0, 3, 4) else 16)
+        x = mlp({"up": w["up"][:, half], "down": w["down"][half]}, x)
+    return x
+
+
+def _crossed(params: Any, x: Tensor) -> Tensor:
+    """Each layer has two inputs and two results, as an encoder beside a decoder has."""
+
+    def layer(w: Weights, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        b = mlp(w, b)
+        mixed = F.scaled_dot_product_attention(a @ w["up"], b @ w["up"], b @ w["down"].T)
+        return a + mixed @ w["down"], b
+
+    beside = x.flip(1)
+    for w in params["layers"]:
+        x, beside = layer(w, x, beside)
+    return x * beside
+
+
+class Block(torch.nn.Module):
+    """A layer as of Hugging Face: it knows its number, has options as keywords, and returns a tuple."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm = torch.nn.LayerNorm(WIDTH, dtype=torch.float64)
+        self.query, self.key, self.value, self.out = (
+            torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, cache: dict[int, Any] | None = None) -> tuple[Tensor]:
+        h = self.norm(x)
+        q, k, v = (each(h).unflatten(-1, (2, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        if cache is not None:
+            cache[self.index] = k, v
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return (x + self.out(mixed.transpose(1, 2).flatten(2)),)
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(map(Block, range(5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: dict[int, Any] = {}
+        mask = torch.ones(TIME, TIME, dtype=torch.bool, device=x.device).tril()
+        for block in self.blocks:
+            x = block(x, mask=mask, cache=cache)[0]
+        return x + sum((k * v).mean((1, 3))[..., None] for k, v in cache.values())
+
+
+DECODER = Decoder()
+
+
+def _of_modules(params: Any, x: Tensor) -> Tensor:
+    given = {f"blocks.{n}.{name}": each for n, w in enumerate(params["layers"]) for name, each in w.items()}
+    found: Tensor = torch.func.functional_call(DECODER, given, (x,))
+    return found
+
+
 def _of(kind: str) -> Layered:
     shapes, specs, apply = KINDS[kind]
     return Layered(chain(lambda w, x: apply(w, x, x.detach())), shapes, specs)
@@ -238,6 +346,8 @@ def _of(kind: str) -> Layered:
 
 SQUARE = {"square": (WIDTH, WIDTH)}
 NORMED = {**UP_DOWN, "scale": (WIDTH,), "shift": (WIDTH,)}
+
+BLOCK = ((name, tuple(weight.shape)) for name, weight in Block(0).named_parameters())
 
 LAYERED: dict[str, Layered] = {
     "mlp": Layered(chain(mlp), UP_DOWN, COLUMNS_ROWS),
@@ -264,5 +374,14 @@ LAYERED: dict[str, Layered] = {
     "unbound": Layered(ends(_unbound), SQUARE, {}),
     "unread results": Layered(ends(_unread), SQUARE, {}, more=(("shared", (WIDTH, WIDTH)),)),
     "cut off": Layered(ends(_cut_off), SQUARE, {}, layers=7, more=(("shared", (WIDTH, WIDTH)),)),
+    "stacked, by index": Layered(ends(_indexed), UP_DOWN, COLUMNS_ROWS, stacked=True),
+    "stacked, unbound": Layered(ends(_split_up), UP_DOWN, COLUMNS_ROWS, stacked=True),
+    "stacked, in slices": Layered(ends(_sliced), UP_DOWN, COLUMNS_ROWS, layers=8, stacked=True),
+    "stacked inside": Layered(ends(_stacked_inside), UP_DOWN, COLUMNS_ROWS),
+    "windows": Layered(ends(_windows), UP_DOWN, COLUMNS_ROWS),
+    "several sizes": Layered(ends(_sizes), UP_DOWN, {}, layers=7),
+    "two inputs": Layered(ends(_crossed), UP_DOWN, COLUMNS_ROWS),
+    "uneven": Layered(chain(biased), {"up": (WIDTH, 15), "bias": (15,), "down": (15, WIDTH)}, {}),
+    "modules": Layered(ends(_of_modules), dict(BLOCK), {"query.weight": P("tensor"), "out.weight": P(None, "tensor")}),
     **{f"random: {kind}": _of(kind) for kind in sorted(KINDS)},
 }

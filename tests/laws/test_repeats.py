@@ -6,6 +6,7 @@ without repeats is the reference.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -50,6 +51,10 @@ PLANS: dict[str, tuple[Plan, Mesh]] = {
     "tensor, zero 3": (lambda model: fp.chain(_tensor(model), _data(3)), BOTH),
     "bf16, zero 2": (lambda model: fp.chain(fp.mixed_precision("bf16"), _data(2)), Mesh(data=2)),
     "remat, zero 3": (lambda model: fp.chain(fp.remat("layers"), _data(3)), Mesh(data=2)),
+    "tensor, uneven ranks": (
+        lambda model: fp.chain(_tensor(model), fp.data_parallel("data", master=0)),
+        Mesh(data=3, tensor=2),
+    ),
     "uneven microbatches": (lambda model: fp.chain(_data(2), fp.accumulate(3)), Mesh(data=2)),
     "pipeline": (lambda model: fp.chain(_data(1), fp.pipeline("pipe", microbatches=2)), Mesh(pipe=2, data=2)),
 }
@@ -133,8 +138,15 @@ def gradient_of(model: Layered, plan: str) -> tuple[Callable[..., Any], tuple[An
     )
 
 
-# The slices of a replicated stream are computed from the op before the layer, which is not in the copy.
-OP_BY_OP = {("random: normalized", "tensor"), ("random: normalized", "tensor, zero 1")}
+OP_BY_OP = {
+    # the slices of a replicated stream are computed from the op before the layer, which is not in the copy
+    ("random: normalized", "tensor"),
+    ("random: normalized", "tensor, zero 1"),
+    ("random: normalized", "tensor, uneven ranks"),
+    # the layers take slices along a dim that is split
+    ("windows", "tensor"),
+    ("windows", "tensor, uneven ranks"),
+}
 
 
 @one_in(23, name=LAYERED, plan=PLANS)
@@ -191,6 +203,46 @@ def test_of_a_training_step(plan: str, count: Counter[str]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     assert_same_programs(*lowered(make, model.parameters(), batch()))
     assert count["forward"]
+
+
+class Normed(torch.nn.Module):
+    """Layers with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        of_layer = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 4)]
+        self.layers = torch.nn.ModuleList(copy.deepcopy(torch.nn.Sequential(*of_layer)) for _ in range(5)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("groups", [None, pytest.param((2, 1), marks=pytest.mark.slow)])
+def test_of_layers_with_running_statistics(groups: Any, count: Counter[str]) -> None:
+    forward, params, buffers = fp.functional(Normed(), buffers=True, groups=groups)
+    batch = draw(SAMPLES, 4)
+
+    def loss(params: Any, buffers: Any, x: torch.Tensor) -> Any:
+        found, new = forward(params, buffers, x)
+        return found.square().mean(), new
+
+    def make(without: Any) -> Any:
+        return fp.train_step(
+            loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(1, "data"), buffers=buffers, without=without
+        )
+
+    found = []
+    for without in ((), "repeats"):
+        train = make(without)
+        state = train.init(params)
+        for _ in range(2):
+            state, _ = train(state, batch)
+        found.append(optree.tree_leaves((train.params(state), train.buffers(state))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert_same_programs(*lowered(make, params, batch))
+    assert count["forward"] >= 4
 
 
 @pytest.mark.slow
