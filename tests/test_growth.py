@@ -101,6 +101,20 @@ def test_a_deep_step(plan: str) -> None:
     require_linear(functools.partial(phases, plan), (12, 24, 48))
 
 
+def calls_of_a_pipeline(layers: int) -> int:
+    plan = fp.chain(fp.zero(1, "data"), fp.pipeline("pipe", schedule="1f1b", microbatches=4))
+    train = fp.train_step(loss, fp.optim.adamw(1e-3), Mesh(pipe=2, data=2), plan, clip=1.0)
+    params, inputs = parameters(layers, width=4), batch(8, width=4)
+    return sum(counted(lambda: train.lower(params, *inputs).price())[1].values())
+
+
+@pytest.mark.slow
+def test_a_deep_pipeline() -> None:
+    calls_of_a_pipeline(2)  # what is imported and cached once
+    few, more, most = map(calls_of_a_pipeline, (6, 12, 24))
+    assert most - more < MOST * (more - few), (few, more, most)
+
+
 def values_met(layers: int) -> int:
     """How many values the lifetimes of a step look at, whose update has all new parameters as results."""
     train = fp.train_step(loss, fp.optim.adamw(1e-3), ROW, fp.zero(1, "data"), bucket="auto")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,27 +34,19 @@ class VmapInfo(Protocol):
     def batch_size(self) -> int: ...
 
 
-_F = TypeVar("_F", bound=type[torch.autograd.Function])
+def without_zeros(function: Any) -> Any:
+    """Let a Function return no gradients where its results have none. torch would give it zeros for them."""
+    setup_context, backward = function.setup_context, function.backward
 
-
-def without_zeros(function: _F) -> _F:
-    """Let a Function return no gradients where its results have none. Without this, torch gives it zeros for them.
-
-    Ops that only a loss's unused values depend on then add no ops to a backward.
-    """
-    defined: Any = function
-    setup_context, backward = defined.setup_context, defined.backward
-
-    def setup(ctx: FunctionContext, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup(ctx: FunctionContext, inputs: tuple[Any, ...], output: Any) -> None:
         setup_context(ctx, inputs, output)
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: FunctionContext, *cotangents: Tensor | None) -> Any:
-        if all(each is None for each in cotangents):
-            return (None,) * len(ctx.needs_input_grad)
-        return backward(ctx, *cotangents)
+        is_read = any(each is not None for each in cotangents)
+        return backward(ctx, *cotangents) if is_read else (None,) * len(ctx.needs_input_grad)
 
-    defined.setup_context, defined.backward = staticmethod(setup), staticmethod(gradients)
+    function.setup_context, function.backward = staticmethod(setup), staticmethod(gradients)
     return function
 
 

@@ -3,15 +3,7 @@
 from . import source
 from .abstract import abstract, is_abstract, refuse_abstract, without_values
 from .aval import OPS_ON_SHAPES, Aval, aval_of, hollow, in_main_memory, scalar_beside, without_memory
-from .bodies import (
-    Copy,
-    bounds_of_gradient,
-    copies_of,
-    repeats_are_shared,
-    slices_by_gradient,
-    slices_of,
-    without_repeats,
-)
+from .bodies import Copy, copies_of, repeats_are_shared, without_repeats
 from .checksums import checksum, memory_of, sample_hash
 from .eval_node import casts_are_explicit, eval_node, explicit_casts, grad_mode_of
 from .graph import (
@@ -53,7 +45,7 @@ from .source import (
     recompute_region,
     warn_at,
 )
-from .stamping import Rename, Template
+from .stamping import Rename, Template, has_slices_of, slices_of
 from .stand_ins import define_op, differentiable_form, origin_of, register_differentiable
 from .text import canonical_lines, first_difference, program_text
 from .tracebacks import with_short_tracebacks

@@ -8,25 +8,22 @@ results of any other op.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.fx.node import Argument
 
 from .. import _torch
-from .graph import Args, Traced, tensor_operands, walk_args
+from .graph import Traced, tensor_operands, walk_args
 from .info import info
 from .repeats import crossing_values, runs_of_repeats
 from .simplify import frozen
-
-aten = torch.ops.aten
+from .stamping import slices_of
 
 _LEAST_OPS = 4  # of a copy
-_DETACHES = aten.detach.default
-_SLICES = {aten.select.int: aten.select_backward.default, aten.slice.Tensor: aten.slice_backward.default}
+_DETACHES = torch.ops.aten.detach.default
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,30 +35,6 @@ class Copy:
     escapes: tuple[int, ...]  # positions of the nodes that are read outside
     later: tuple[bool, ...]  # for each external value, whether ops after the copy read it
     form: int  # equal for copies that differ only in the values from outside, the slices of them, and later uses
-
-
-def slices_of(nodes: Iterable[fx.Node]) -> list[Args]:
-    """Return dims and bounds of the slices that ops take."""
-    return [node.args[1:] for node in nodes if node.target in _SLICES]
-
-
-def slices_by_gradient(nodes: Iterable[fx.Node], forward: Container[fx.Node]) -> dict[fx.Node, fx.Node] | None:
-    """Return the op that takes a slice, for each op that adds a gradient to one. None if one of them is unknown."""
-    found = {}
-    for node in nodes:
-        if node.target in _SLICES.values():
-            of = info(node).forward_node
-            if of is None or of not in forward or _SLICES.get(of.target) is not node.target:
-                return None
-            if bounds_of_gradient(of) != node.args[2:]:
-                return None
-            found[node] = of
-    return found
-
-
-def bounds_of_gradient(node: fx.Node) -> Args:
-    """Return dim and bounds of a slice as its derivative has them, with a step."""
-    return node.args[1:] if node.target is aten.select.int else (*node.args[1:], 1)[:4]
 
 
 def copies_of(traced: Traced) -> list[Copy]:
@@ -109,8 +82,8 @@ class _CopyFinder:
 def _token(node: fx.Node) -> Hashable:
     """Return what an op is, without its operands and its source line."""
     known = info(node)
-    given = node.args[:2] + node.args[4:] if node.target in _SLICES else node.args
-    args = walk_args((given, node.kwargs), _without_node)
+    given = node.args[:2] + node.args[4:] if slices_of([node]) else node.args
+    args = walk_args((given, node.kwargs), lambda value: "(node)" if isinstance(value, fx.Node) else value)
     facts = (known.val, known.type, known.no_grad, known.backward, known.implicit_cast, known.enumerated)
     key: tuple[Hashable, ...] = (node.target, frozen(args), *facts)
     try:
@@ -118,10 +91,6 @@ def _token(node: fx.Node) -> Hashable:
     except TypeError:
         return id(node)
     return key
-
-
-def _without_node(value: Argument) -> Argument:
-    return "(node)" if isinstance(value, fx.Node) else value
 
 
 def _attached(traced: Traced) -> set[fx.Node]:

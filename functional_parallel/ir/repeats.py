@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -53,11 +53,9 @@ def runs_of_repeats(
     while open_:
         first, end = open_.pop()
         periods = _periods(tokens[first:end], period)
-        longest = _Longest(crossing, stretch)
-        for each in periods[:_CANDIDATES]:
-            for start, length in _runs(tokens[first:end], each):
-                longest.add(each, first + start, first + start + length + each)
-        taken = longest.disjoint()
+        pairs = ((each, run) for each in periods[:_CANDIDATES] for run in _runs(tokens[first:end], each))
+        runs = [(each, first + start, first + start + length + each) for each, (start, length) in pairs]
+        taken = _longest(runs, crossing, stretch)
         found += taken
         if taken and len(periods) > _CANDIDATES:
             bounds = [first, *(bound for run in taken for bound in (run.start, run.end)), end]
@@ -79,40 +77,30 @@ def crossing_values(nodes: Sequence[fx.Node], returned: Container[fx.Node] = ())
     return list(itertools.accumulate(change[:-1]))
 
 
-class _Longest:
-    """Choice of disjoint runs. The longest is taken first; of equal ones, the one with the shortest period."""
+def _longest(runs: Iterable[tuple[int, int, int]], crossing: Sequence[int], stretch: int) -> list[Run]:
+    """Return disjoint runs, the longest first; of equal ones, the one with the shortest period."""
+    found, taken = [], bytearray(len(crossing))
+    open_: list[tuple[int, int, int, int]] = []
 
-    def __init__(self, crossing: Sequence[int], stretch: int) -> None:
-        self.crossing, self.stretch = crossing, stretch
-        self._open: list[tuple[int, int, int, int]] = []
+    def add(period: int, start: int, end: int) -> None:
+        covered = (end - start) // period * period
+        if covered > max(period, stretch):
+            heapq.heappush(open_, (-covered, period, start, end))
 
-    def add(self, period: int, start: int, end: int) -> None:
-        copies = (end - start) // period
-        if copies > 1 and copies * period > self.stretch:
-            heapq.heappush(self._open, (-copies * period, period, start, end))
-
-    def disjoint(self) -> list[Run]:
-        found, taken = [], bytearray(len(self.crossing))
-        while self._open:
-            _, period, start, end = heapq.heappop(self._open)
-            if (first := taken.find(1, start, end)) < 0:
-                run = self._run(period, start, end)
-                taken[run.start : run.end] = b"\1" * (run.period * run.copies)
-                found.append(run)
-            else:
-                self.add(period, start, first)
-                if (rest := taken.find(0, first, end)) >= 0:
-                    self.add(period, rest, end)
-        return sorted(found)
-
-    def _run(self, period: int, start: int, end: int) -> Run:
+    for each in runs:
+        add(*each)
+    while open_:
+        _, period, start, end = heapq.heappop(open_)
+        if (first := taken.find(1, start, end)) >= 0:
+            rest = taken.find(0, first, end)
+            add(period, start, first)
+            add(period, rest if rest >= 0 else end, end)
+            continue
         copies, spare = divmod(end - start, period)
-        shift = min(range(spare + 1), key=lambda s: sum(_at(self.crossing, start + s, period, copies)))
-        return Run(start + shift, period, copies)
-
-
-def _at(crossing: Sequence[int], start: int, period: int, copies: int) -> list[int]:
-    return [crossing[index] for index in range(start, start + period * copies + 1, period) if index < len(crossing)]
+        shift = min(range(spare + 1), key=lambda s: sum(crossing[start + s : end + 1 : period]))
+        found.append(Run(start + shift, period, copies))
+        taken[found[-1].start : found[-1].end] = b"\1" * (period * copies)
+    return sorted(found)
 
 
 def _periods(tokens: Sequence[Hashable], least: int) -> list[int]:

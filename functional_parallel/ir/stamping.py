@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import fx
 from torch.fx.node import Target
 
 from .graph import Args, Kwargs, Traced, tensor_operands, walk_args
 from .info import NodeInfo, info
 from .source import Source
+
+aten = torch.ops.aten
+
+_SLICES = {aten.select.int: aten.select_backward.default, aten.slice.Tensor: aten.slice_backward.default}
 
 Rename = Callable[[Source], Source]
 
@@ -49,7 +53,7 @@ class Template:
         traced: Traced,
         substitution: Mapping[fx.Node, fx.Node],
         rename: Rename | None = None,
-        ends: Mapping[fx.Node, tuple[int, Args]] = MappingProxyType({}),
+        slices: Iterable[Args] = (),
     ) -> dict[fx.Node, fx.Node]:
         """Copy the ops to the insertion point of a graph, with the facts about them. Return the copy of each.
 
@@ -58,7 +62,7 @@ class Template:
             substitution: what replaces the operands from outside. Other ones are shared, if the graph is the template's
                 own; of another graph, all must be given. The result contains these pairs too.
             rename: from the source line of an op to that of its copy, where they differ.
-            ends: for ops whose last arguments differ in their copy, the position of the first, and all of them.
+            slices: dims and bounds for the ops that take slices, in order, if they differ.
         """
         copies = dict(substitution)
         moved: dict[int, Source] = {}  # by identity, because equal lines may be in different stages
@@ -70,6 +74,7 @@ class Template:
                 moved[id(source)] = rename(source)
             return moved[id(source)]
 
+        bounds = iter(slices)
         own = not self._ops or self._ops[0].node.graph is traced.graph
 
         def copy_of(value: object) -> object:
@@ -85,11 +90,13 @@ class Template:
                 for position in operands:
                     given[position] = copy_of(given[position])
                 args = tuple(given)
-            if node in ends:
-                first, rest = ends[node]
-                args = (*args[:first], *rest)
+            if target in _SLICES:
+                args = (args[0], *next(bounds, args[1:]))
             if known.forward_node is not None:
-                known = known._replace(forward_node=copies.get(known.forward_node, known.forward_node))
+                forward = copies.get(known.forward_node, known.forward_node)
+                known = known._replace(forward_node=forward)
+                if _SLICES.get(forward.target) is target:
+                    args = (*args[:2], *forward.args[1:4], *args[5:])
             if rename is not None:
                 known = known._replace(source=line_of(known.source), used_at=line_of(known.used_at))
             copies[node] = traced.call(target, args, known, kwargs)
@@ -99,3 +106,28 @@ class Template:
 def _positions(node: fx.Node) -> tuple[int, ...] | None:
     found = tuple(index for index, value in enumerate(node.args) if isinstance(value, fx.Node))
     return found if len(tensor_operands(node)) == len(found) else None
+
+
+# --- Slices, such as the layers of stacked weights ---
+
+
+def slices_of(nodes: Iterable[fx.Node]) -> list[Args]:
+    """Return dims and bounds of the slices that ops take, with bounds inside the dims."""
+    return [_bounded(node) for node in nodes if node.target in _SLICES]
+
+
+def _bounded(node: fx.Node) -> Args:
+    x, *rest = node.args
+    if node.target is aten.slice.Tensor and len(rest) > 2:
+        start, end, _ = slice(*rest[1:3]).indices(info(x).aval.shape[rest[0]])
+        rest[1:3] = start, max(start, end)
+    return tuple(rest)
+
+
+def has_slices_of(nodes: Iterable[fx.Node], forward: Container[fx.Node]) -> bool:
+    """Whether the slices to which backward ops add are those that the forward ops take."""
+    pairs = [(node, info(node).forward_node) for node in nodes if node.target in _SLICES.values()]
+    return all(
+        of is not None and of in forward and (_SLICES.get(of.target), of.args[1:4]) == (node.target, node.args[2:5])
+        for node, of in pairs
+    )

@@ -43,7 +43,6 @@ from ..ir import (
     Aval,
     Source,
     Traced,
-    aval_of,
     current_source,
     info,
     is_trained,
@@ -274,7 +273,6 @@ register_differentiable(region_node, region_node)
 
 class _RegionContext(_torch.FunctionContext):
     region: Region
-    avals: list[Aval]  # of the results
 
 
 @_torch.without_zeros
@@ -293,7 +291,6 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: _RegionContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.region, *xs = inputs
-        ctx.avals = [aval_of(x) for x in output]
         ctx.save_for_backward(*xs)
         ctx.save_for_forward(*xs)
         ctx.mark_non_differentiable(*(x for x in output if not is_trained(x)))
@@ -301,18 +298,19 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _RegionContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        given = [_or_zeros(gradients[index], ctx.avals[index]) for index in _differentiable(ctx.region.results)]
-        found = region_node([*ctx.saved_tensors, *given], _derivative(ctx.region, wanted, backward=True))
+        given = {index: each for index, each in enumerate(gradients) if each is not None}
+        derivative = _derivative(ctx.region, wanted, list(given), backward=True)
+        found = region_node([*ctx.saved_tensors, *given.values()], derivative)
         by_operand = dict(zip(wanted, found, strict=True))
         return None, *map(by_operand.get, range(len(ctx.saved_tensors)))
 
     @staticmethod
     def jvp(ctx: _RegionContext, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         moving = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
-        found = region_node(
-            [*ctx.saved_tensors, *moving.values()], _derivative(ctx.region, list(moving), backward=False)
-        )
-        by_result = dict(zip(_differentiable(ctx.region.results), found, strict=True))
+        kept = _differentiable(ctx.region.results)
+        derivative = _derivative(ctx.region, list(moving), kept, backward=False)
+        found = region_node([*ctx.saved_tensors, *moving.values()], derivative)
+        by_result = dict(zip(kept, found, strict=True))
         return tuple(map(by_result.get, range(len(ctx.region.results))))
 
     @staticmethod
@@ -327,17 +325,13 @@ class _Apply(torch.autograd.Function):
 # --- Derivatives of a region ---
 
 
-def _or_zeros(gradient: Tensor | None, aval: Aval) -> Tensor:
-    return torch.zeros(aval.shape, dtype=aval.dtype, device=aval.device) if gradient is None else gradient
-
-
 def _differentiable(borders: Sequence[Border]) -> list[int]:
     return [index for index, border in enumerate(borders) if border.aval.is_differentiable]
 
 
-def _derivative(region: Region, moving: Sequence[int], backward: bool) -> Region:
-    """Return the region that also takes gradients of its results, or tangents of the operands `moving`."""
-    count, kept = len(region.operands), _differentiable(region.results)
+def _derivative(region: Region, moving: Sequence[int], kept: Sequence[int], backward: bool) -> Region:
+    """Return the region that also takes gradients of the results `kept`, or tangents of the operands `moving`."""
+    count = len(region.operands)
 
     def derivative(body: Body) -> Body:
         def run(*values: Tensor) -> Sequence[Tensor]:

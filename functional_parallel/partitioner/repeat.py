@@ -21,20 +21,7 @@ from torch import Tensor, fx
 from .. import _torch
 from ..checker import Typing
 from ..collectives import restored, snapshot
-from ..ir import (
-    Args,
-    Copy,
-    Rename,
-    Source,
-    Template,
-    bounds_of_gradient,
-    explicit_casts,
-    info,
-    slices_by_gradient,
-    slices_of,
-    tensor_operands,
-    update_info,
-)
+from ..ir import Copy, Rename, Source, Template, explicit_casts, has_slices_of, info, slices_of, update_info
 from ..rules import Shard
 from ..tracing import Recorder, recorder
 from .copies import FoundValues, Interpreter, Made, TakenValues, is_repeatable, observed, reads_only, recorded
@@ -110,10 +97,8 @@ class CopyRunner:
             {taken.trained[index] for index in _torch.sources_of_gradients(tensor, trained, since)}
             for tensor in found.tensors
         ]
-        slices: list[fx.Node] | None = [node for node in nodes if slices_of([node])]
-        if slices_of(nodes) != slices_of(copy.nodes) or any(self._is_cut(node) for node in copy.nodes):
-            slices = None
-        return _Body(self.active, copy, Template(nodes), nodes, outside, found, made, sources, cut, slices)
+        has_slices = slices_of(nodes) == slices_of(copy.nodes) and not any(map(self._is_cut, copy.nodes))
+        return _Body(self.active, copy, Template(nodes), nodes, outside, found, made, sources, cut, has_slices)
 
 
 @dataclass(eq=False)
@@ -129,11 +114,11 @@ class _Body:
     made: list[Made]
     sources: list[set[int]]  # for each result, numbers of the tensors from outside to which its gradient flows
     cut: list[int]  # numbers of the external nodes of which a slice was computed
-    slices: list[fx.Node] | None  # ops that take the slices of the copy. None if they are not one for each
+    has_slices: bool  # whether the ops take the slices that the copy takes, in order
     backwards: dict[Hashable, _Backward | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        reads = dict.fromkeys(operand for node in self.nodes for operand in tensor_operands(node))
+        reads = dict.fromkeys(operand for node in self.nodes for operand in node.all_input_nodes)
         reads.update((each.node, None) for each in self.made if each.node is not None)
         numbers = {node: index for index, node in reversed(list(enumerate(self.outside))) if node is not None}
         self.read = [numbers[node] for node in reads if node in numbers]  # in the order of their first use
@@ -141,7 +126,8 @@ class _Body:
     def repeat(self, run: Interpreter, copy: Copy, taken: TakenValues) -> bool:
         """Repeat the ops for another copy. Return False if its source lines or its slices do not allow it."""
         lines = _lines(self.copy, copy)
-        if lines is None or _has_op(copy, self.cut) or not self._has_slices(copy):
+        has_slices = self.has_slices or slices_of(copy.nodes) == slices_of(self.copy.nodes)
+        if lines is None or _has_op(copy, self.cut) or not has_slices:
             return False
         call = _RepeatedCopy(self, run.fork(), copy, taken, lines)
         outputs = iter(_Repeat.apply(call, *call.trained) if call.sources else call.forward())  # type: ignore[no-untyped-call]
@@ -161,9 +147,6 @@ class _Body:
         call.taken = replace(taken, values=[])  # they have the results: a cycle that is not collected
         return True
 
-    def _has_slices(self, copy: Copy) -> bool:
-        return self.slices is not None or slices_of(copy.nodes) == slices_of(self.copy.nodes)
-
 
 @dataclass(eq=False)
 class _Backward:
@@ -176,7 +159,6 @@ class _Backward:
     nodes: list[fx.Node]
     cotangents: list[fx.Node | None]
     made: Sequence[Made | None]  # gradients
-    slices: dict[fx.Node, fx.Node]  # of the ops that add a gradient to a slice, the op that slices
 
 
 class _RepeatedCopy:
@@ -203,8 +185,8 @@ class _RepeatedCopy:
         self.outside = [None] * len(body.outside)
         for index in body.read:
             self.outside[index] = active.node_of(_torch.unwrap(self.taken.tensors[index]))
-        ends = dict(zip(body.slices or (), ((1, bounds) for bounds in slices_of(self.copy.nodes)), strict=False))
-        copies = self._repeated(body.ops, _pairs(body.outside, self.outside), self.lines, ends)
+        slices = slices_of(self.copy.nodes) if body.has_slices else []
+        copies = self._repeated(body.ops, _pairs(body.outside, self.outside), self.lines, slices)
         self.nodes = [copies[node] for node in body.nodes]
         self.results = {index: body.made[index].again(active, copies) for index in self.kept}
         found = [x for index, x in self.results.items() if body.made[index].has_gradient]
@@ -226,8 +208,7 @@ class _RepeatedCopy:
             return gradients
         pairs = dict(zip(known.forward, self.nodes, strict=True))
         pairs.update(_pairs([*known.outside, *known.cotangents], [*self.outside, *nodes]))
-        ends = {node: (2, bounds_of_gradient(pairs[of])) for node, of in known.slices.items()}
-        copies = self._repeated(known.ops, pairs, lines, ends)
+        copies = self._repeated(known.ops, pairs, lines)
         self._note_copy(copies[node] for node in known.nodes)
         same_as = {node: tensor for node, tensor in zip(nodes, given, strict=True) if tensor is not None}
         return [None if each is None else self._gradient(each, copies, same_as) for each in known.made]
@@ -240,9 +221,9 @@ class _RepeatedCopy:
         return made.again(self.active, copies) if found is None else found
 
     def _repeated(
-        self, ops: Template, pairs: Mapping[fx.Node, fx.Node], lines: _Lines, ends: Mapping[fx.Node, tuple[int, Args]]
+        self, ops: Template, pairs: Mapping[fx.Node, fx.Node], lines: _Lines, slices: Sequence[Any] = ()
     ) -> Mapping[fx.Node, fx.Node]:
-        copies = ops.stamp(self.active.traced, pairs, lines.rename, ends)
+        copies = ops.stamp(self.active.traced, pairs, _rename(lines), slices)
         if isinstance(self.active.on_node, Typing) and self.active.on_node.then is not None:
             for node in ops.nodes:
                 self.active.on_node.then(copies[node])
@@ -280,11 +261,10 @@ class _RepeatedCopy:
         for index, each in enumerate(made):
             if each is not None and active.value(found[index]) is not each.node:
                 found[index] = each.again(active, {})
-        slices = slices_by_gradient(nodes, set(self.nodes))
         is_known = reads_only(nodes, known) and all(each is None or each.node in known for each in made)
-        if slices is None or not is_known:
+        if not is_known or not has_slices_of(nodes, set(self.nodes)):
             return found, None
-        return found, _Backward(self.copy, self.nodes, self.outside, Template(nodes), nodes, cotangents, made, slices)
+        return found, _Backward(self.copy, self.nodes, self.outside, Template(nodes), nodes, cotangents, made)
 
     def _run_again(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Run the copy op by op on tensors with a gradient. Return what `forward` returns."""
@@ -354,35 +334,27 @@ def _exchanged(made: Made, exchanged: Mapping[fx.Node, fx.Node]) -> Made:
 # --- Source lines ---
 
 
-class _Lines:
-    """Source lines of the ops of a copy, by those of another one."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Source, int], Source] = {}
-
-    def add(self, source: Source, counterpart: Source) -> bool:
-        """Add a pair. Return False if the line has another counterpart already."""
-        found = self._found.setdefault((source, source.stage), counterpart)
-        return found == counterpart and found.stage == counterpart.stage
-
-    @property
-    def rename(self) -> Rename | None:
-        changed = any(key != (found, found.stage) for key, found in self._found.items())
-        return self._renamed if changed else None
-
-    def _renamed(self, source: Source) -> Source:
-        found = self._found.get((source, source.stage))
-        return source if found is None else replace(found, implied=source.implied)
+_Lines = dict[Any, Any]  # source lines of the ops of a copy with their stages, by those of another one
 
 
 def _lines(first: Copy, other: Copy) -> _Lines | None:
     """Return the source lines of a copy by those of the first. None if one line has several counterparts."""
-    found = _Lines()
+    found: _Lines = {}
     pairs = zip((*first.nodes, *first.externals), (*other.nodes, *other.externals), strict=True)
-    for mine, theirs in ((info(a).source, info(b).source) for a, b in pairs):
-        if mine is None or theirs is None:
-            if mine is not theirs:
-                return None
-        elif not found.add(mine, theirs):
+    for mine, theirs in ((_line(a), _line(b)) for a, b in pairs):
+        if found.setdefault(mine, theirs) != theirs or (mine is None) != (theirs is None):
             return None
     return found
+
+
+def _line(node: fx.Node) -> tuple[Source, int] | None:
+    source = info(node).source
+    return None if source is None else (source, source.stage)
+
+
+def _rename(lines: _Lines) -> Rename | None:
+    def renamed(source: Source) -> Source:
+        found = lines.get((source, source.stage))
+        return source if found is None else replace(found[0], implied=source.implied)
+
+    return renamed if any(line != other for line, other in lines.items()) else None
