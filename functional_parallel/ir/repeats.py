@@ -52,9 +52,9 @@ def runs_of_repeats(
     open_ = [(0, len(tokens))]
     while open_:
         first, end = open_.pop()
-        periods = _periods(tokens[first:end], period)
-        pairs = ((each, run) for each in periods[:_CANDIDATES] for run in _runs(tokens[first:end], each))
-        runs = [(each, first + start, first + start + length + each) for each, (start, length) in pairs]
+        inside = tokens[first:end]
+        periods = _periods(inside, period)
+        runs = (run for each in periods[:_CANDIDATES] for run in _runs(inside, each, first))
         taken = _longest(runs, crossing, stretch)
         found += taken
         if taken and len(periods) > _CANDIDATES:
@@ -115,11 +115,11 @@ def _periods(tokens: Sequence[Hashable], least: int) -> list[int]:
     return sorted(weights, key=weights.__getitem__, reverse=True)
 
 
-def _runs(tokens: Sequence[Hashable], period: int) -> list[tuple[int, int]]:
+def _runs(tokens: Sequence[Hashable], period: int, first: int) -> list[tuple[int, int, int]]:
     found, start = [], 0
     for index in range(len(tokens) - period + 1):
         if index == len(tokens) - period or tokens[index] != tokens[index + period]:
             if index - start >= period:
-                found.append((start, index - start))
+                found.append((period, first + start, first + index + period))
             start = index + 1
     return found

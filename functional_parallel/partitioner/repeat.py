@@ -98,7 +98,7 @@ class CopyRunner:
             for tensor in found.tensors
         ]
         has_slices = slices_of(nodes) == slices_of(copy.nodes) and not any(map(self._is_cut, copy.nodes))
-        return _Body(self.active, copy, Template(nodes), nodes, outside, found, made, sources, cut, has_slices)
+        return _Body(self.active, copy, Template(nodes), outside, found, made, sources, cut, has_slices)
 
 
 @dataclass(eq=False)
@@ -108,7 +108,6 @@ class _Body:
     active: Recorder
     copy: Copy
     ops: Template
-    nodes: list[fx.Node]
     outside: list[fx.Node | None]  # for each tensor from outside, its node
     found: FoundValues
     made: list[Made]
@@ -118,7 +117,7 @@ class _Body:
     backwards: dict[Hashable, _Backward | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        reads = dict.fromkeys(operand for node in self.nodes for operand in node.all_input_nodes)
+        reads = dict.fromkeys(operand for node in self.ops.nodes for operand in node.all_input_nodes)
         reads.update((each.node, None) for each in self.made if each.node is not None)
         numbers = {node: index for index, node in reversed(list(enumerate(self.outside))) if node is not None}
         self.read = [numbers[node] for node in reads if node in numbers]  # in the order of their first use
@@ -156,7 +155,6 @@ class _Backward:
     forward: list[fx.Node]
     outside: list[fx.Node | None]
     ops: Template
-    nodes: list[fx.Node]
     cotangents: list[fx.Node | None]
     made: Sequence[Made | None]  # gradients
 
@@ -187,7 +185,7 @@ class _RepeatedCopy:
             self.outside[index] = active.node_of(_torch.unwrap(self.taken.tensors[index]))
         slices = slices_of(self.copy.nodes) if body.has_slices else []
         copies = self._repeated(body.ops, _pairs(body.outside, self.outside), self.lines, slices)
-        self.nodes = [copies[node] for node in body.nodes]
+        self.nodes = [copies[node] for node in body.ops.nodes]
         self.results = {index: body.made[index].again(active, copies) for index in self.kept}
         found = [x for index, x in self.results.items() if body.made[index].has_gradient]
         return *found, *(Made.of(self.taken.tensors[index], active).again(active, {}) for index in self.later)
@@ -209,7 +207,7 @@ class _RepeatedCopy:
         pairs = dict(zip(known.forward, self.nodes, strict=True))
         pairs.update(_pairs([*known.outside, *known.cotangents], [*self.outside, *nodes]))
         copies = self._repeated(known.ops, pairs, lines)
-        self._note_copy(copies[node] for node in known.nodes)
+        self._note_copy(copies[node] for node in known.ops.nodes)
         same_as = {node: tensor for node, tensor in zip(nodes, given, strict=True) if tensor is not None}
         return [None if each is None else self._gradient(each, copies, same_as) for each in known.made]
 
@@ -264,7 +262,7 @@ class _RepeatedCopy:
         is_known = reads_only(nodes, known) and all(each is None or each.node in known for each in made)
         if not is_known or not has_slices_of(nodes, set(self.nodes)):
             return found, None
-        return found, _Backward(self.copy, self.nodes, self.outside, Template(nodes), nodes, cotangents, made)
+        return found, _Backward(self.copy, self.nodes, self.outside, Template(nodes), cotangents, made)
 
     def _run_again(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Run the copy op by op on tensors with a gradient. Return what `forward` returns."""
