@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from functional_parallel.ir import NodeInfo, Source, Template, Traced, info
+from functional_parallel.ir import Aval, NodeInfo, Source, Template, Traced, has_slices_of, info, set_info, slices_of
 
 aten = torch.ops.aten
 
@@ -74,3 +74,28 @@ def test_lines_that_the_library_emitted_and_stages_stay_apart() -> None:
         (4, True, 0),
         (5, True, 1),
     ]
+
+
+def test_slices_are_exchanged() -> None:
+    """Of the op that takes one, and of the op that adds a gradient to it."""
+    traced = Traced(fx.Graph())
+    x = traced.graph.placeholder("x")
+    set_info(x, NodeInfo(val=Aval((6, 2), torch.float32)))
+    layer = traced.call(aten.select.int, (x, 0, 1), NodeInfo())
+    part = traced.call(aten.slice.Tensor, (x, 0, 2, 4), NodeInfo())
+    of_layer = traced.call(aten.select_backward.default, (layer, [6, 2], 0, 1), NodeInfo(forward_node=layer))
+    of_part = traced.call(aten.slice_backward.default, (part, [6, 2], 0, 2, 4, 1), NodeInfo(forward_node=part))
+    ops = [layer, part, of_layer, of_part]
+    others = [
+        traced.call(aten.select.int, (x, 0, 3), NodeInfo()),
+        traced.call(aten.slice.Tensor, (x, 0, -2), NodeInfo()),
+    ]
+    others.append(traced.call(aten.slice.Tensor, (x, 0, -2, 1 << 62), NodeInfo()))
+    assert slices_of(others) == [(0, 3), (0, -2), (0, 4, 6)]
+    copies = Template(ops).stamp(traced, {}, slices=[(0, 3), (0, 4, 6)])
+    assert copies[layer].args == (x, 0, 3) and copies[part].args == (x, 0, 4, 6)
+    assert copies[of_layer].args == (copies[layer], [6, 2], 0, 3)
+    assert copies[of_part].args == (copies[part], [6, 2], 0, 4, 6, 1)
+    assert has_slices_of(ops, {layer, part}) and not has_slices_of(ops, {layer})
+    of_part.args = (part, [6, 2], 0, 2, 5, 1)
+    assert not has_slices_of(ops, {layer, part})
