@@ -78,11 +78,15 @@ def attention(block: Any, x: torch.Tensor) -> torch.Tensor:
     return einsum(mixed, block["o"], "b h t d, h d e -> b t e")
 
 
-def rotary(x: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of dims by angles that grow with time, so that scores depend on distance: (b, h, t, d)."""
+def rotary(x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """Rotate pairs of dims by angles that grow with time, so that scores depend on distance: (b, h, t, d).
+
+    By default the positions (b, t) are those of a text from its beginning.
+    """
     time, half = x.shape[-2], x.shape[-1] // 2
     rates = 10_000.0 ** -(torch.arange(half, dtype=x.dtype, device=x.device) / half)
-    angles = torch.arange(time, dtype=x.dtype, device=x.device)[:, None] * rates
+    times = torch.arange(time, device=x.device) if positions is None else rearrange(positions, "b t -> b 1 t")
+    angles = times[..., None].to(x.dtype) * rates
     a, b = rearrange(x, "b h t (two d) -> two b h t d", two=2)
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
 
@@ -109,6 +113,47 @@ def loss(params: Any, tokens: torch.Tensor, config: Config) -> torch.Tensor:
     """Mean cross entropy of each byte given those before it, in nats: tokens (b, t + 1)."""
     scores = logits(params, tokens[:, :-1], config)
     return F.cross_entropy(rearrange(scores, "b t v -> (b t) v"), rearrange(tokens[:, 1:], "b t -> (b t)"))
+
+
+# Generation: keys and values of past positions are in a cache, one slot for each position of a row.
+
+
+def empty_cache(params: Any, rows: int, length: int) -> Any:
+    """Return keys and values (b, h, slots, d) of each layer, without any position."""
+
+    def slots(weight: torch.Tensor) -> torch.Tensor:
+        _, heads, dim = weight.shape
+        return weight.new_zeros(rows, heads, length, dim)
+
+    return [(slots(block["k"]), slots(block["v"])) for block in params["blocks"]]
+
+
+def cached_logits(
+    params: Any, cache: Any, tokens: torch.Tensor, positions: torch.Tensor, config: Config
+) -> tuple[torch.Tensor, Any]:
+    """Scores after some more tokens, at these positions in their rows: (b, t), (b, t) → (b, t, v). Rows may differ."""
+    x, written = F.embedding(tokens, params["tokens"]), []
+    for block, held in zip(params["blocks"], cache, strict=True):
+        change, held = cached_attention(block, norm(x, block["norm1"]), held, positions)
+        x = x + change
+        x = x + mlp(block, norm(x, block["norm2"]))
+        written.append(held)
+    x = norm(x, params["norm"])
+    if config.tied:
+        return einsum(x, params["tokens"], "b t e, v e -> b t v"), written
+    return einsum(x, params["head"], "b t e, e v -> b t v"), written
+
+
+def cached_attention(block: Any, x: torch.Tensor, held: Any, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    q, k, v = (einsum(x, block[name], "b t e, e h d -> b h t d") for name in ("q", "k", "v"))
+    held = [write(slots, new, positions) for slots, new in zip(held, (rotary(k, positions), v), strict=True)]
+    is_past = torch.arange(held[0].shape[2], device=x.device) <= rearrange(positions, "b t -> b 1 t 1")
+    mixed = F.scaled_dot_product_attention(rotary(q, positions), *held, attn_mask=is_past)
+    return einsum(mixed, block["o"], "b h t d, h d e -> b t e"), tuple(held)
+
+
+def write(slots: torch.Tensor, new: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return slots.scatter(2, rearrange(positions, "b t -> b 1 t 1").expand_as(new), new)
 
 
 def sample(params: Any, prompt: torch.Tensor, length: int, config: Config, temperature: float = 0.8) -> torch.Tensor:

@@ -57,6 +57,7 @@ from .errors import (
     UnevenBatchError,
 )
 from .functions import LocalFunction, functional, grad, grad_and_value, hessian, jvp, relayout, vmap
+from .generation import Generated, Generator, generate
 from .interop import PreparedStep, deepspeed, prepare
 from .ir import abstract
 from .ops import constrain, outputs
@@ -102,6 +103,8 @@ __all__ = [
     "Compiled",
     "DonatedStateError",
     "EqualCopiesWarning",
+    "Generated",
+    "Generator",
     "Hardware",
     "LaunchError",
     "LayoutError",
@@ -152,6 +155,7 @@ __all__ = [
     "from_specs",
     "functional",
     "gather",
+    "generate",
     "grad",
     "grad_and_value",
     "hessian",

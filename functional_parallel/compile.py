@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -31,7 +31,7 @@ from .pipelines import PipelineProgram
 from .program import Explanation, PassTable, Program
 from .quantities import is_positive_int
 from .runtime import check_backend, moved_to, refuse_asynchronous, runtime_of
-from .stateful import Sharded, StatefulProgram, require_same_state, run_held, tensors_of
+from .stateful import Sharded, StatefulProgram, held_argument, new_state_of, require_same_state, run_held, tensors_of
 from .tracing import disable_ambient_modes, recorder
 
 
@@ -71,7 +71,8 @@ def compile(
             torch's compiler; it rounds differently and compiles when the program first runs.
         state: index of the argument that the second result of `f` replaces, for `f(params, state, *batch) -> (result,
             new_state)`. The new state stays on the ranks as an `fp.Sharded`, and is donated to the next call. The first
-            call may take a full tree, which is sharded by its specs.
+            call may take a full tree, which is sharded by its specs. It may also take None: the function then makes the
+            state, in the layout that its ops give it.
 
     Returns:
         The compiled function, with the arguments of `f`, positional or by keyword; an argument may be an `fp.Sharded`.
@@ -217,6 +218,32 @@ class Compiled:
     def lower(self, *args: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program for these arguments, without running it. Tensors may be on any device, including meta."""
         return self._lower(self._by_place(args, named)).program
+
+    @with_short_tracebacks
+    def hold(self, *args: PyTree, others: Sequence[Program | PipelineProgram] = ()) -> Sharded:
+        """Return the first argument as the program for these arguments holds it, for several calls with it.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh, P
+        >>> f = fp.compile(fp.zero(3, "data")(lambda w, x: x @ w), Mesh(data=2))
+        >>> f.hold(torch.ones(4), torch.ones(2, 4))
+        Sharded on Mesh(data=2)
+          the tensor: (4,) float32, P('data')
+
+        Args:
+            args: the arguments. The first is full tensors, or an `fp.Sharded` in any layout on these ranks.
+            others: other programs with this first argument. Ranks of a pipeline also hold what their stages need.
+        """
+        runtime = partial(runtime_of, self.mesh, self.f)
+        return held_argument(self._lower(args, runtime().device), args[0], runtime, others)
+
+    def new_state(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
+        """Return the new state for these arguments, as tensors without values, and its specs. Nothing runs.
+
+        Args:
+            args: the arguments, of which tensors may be on the meta device.
+        """
+        return new_state_of(self._lower(args))
 
     def explain(self, *args: PyTree, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Describe every collective of the program: kind, axis, count, bytes, source line.

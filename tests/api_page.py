@@ -99,6 +99,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rank",
         "is_main_rank",
     ),
+    "Generate": ("Generator", "generate", "Generated"),
     "Collectives": (
         "psum",
         "pmean",

@@ -66,6 +66,7 @@ ORDER = [
     "asynchronous",
     "planning",
     "interop",
+    "generation",
     "testing",
     "cli",
     "__init__",

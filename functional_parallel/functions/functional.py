@@ -108,6 +108,7 @@ def functional(
         return result, {name: tensors[name] for name in state}  # a forward may have assigned new ones
 
     fn.__name__ = fn_of_state.__name__ = type(module).__name__
+    fn.module = module  # type: ignore[attr-defined]
     return (fn_of_state, params, state) if buffers else (fn, params)
 
 

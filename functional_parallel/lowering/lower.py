@@ -73,6 +73,15 @@ class Lowered:
         remaining = iter(tensors)
         return [next(remaining) if x is _TENSOR else x for x in self.outputs]
 
+    def tensors_before(self, leaf: int) -> int:
+        """Return the number of tensors among the first leaves of the result."""
+        return sum(map(self.is_tensor, self.outputs[:leaf]))
+
+    @staticmethod
+    def is_tensor(output: PyTree) -> bool:
+        """Return whether an entry of `outputs` represents a tensor."""
+        return output is _TENSOR
+
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         return optree.tree_unflatten(self.out_tree, self.leaves(tensors))
 

@@ -8,5 +8,5 @@ from .constrain import constrain, refuse_idle
 from .marks import define_marker
 from .outputs import OP as OUTPUTS
 from .outputs import outputs
-from .packing import PACK, UNPACK, UNPACK_INTO, packed, run_of, unpacked
+from .packing import PACK, SLICE_SCATTER_IN_PLACE, UNPACK, UNPACK_INTO, packed, run_of, unpacked
 from .squares import sum_of_squares

@@ -53,6 +53,18 @@ def _fake_unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[
     return packed.new_empty(whole)
 
 
+def _slice_scatter_(
+    target: torch.Tensor,
+    src: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> torch.Tensor:
+    torch.ops.aten.slice.Tensor(target, dim, start, end, step).copy_(src)
+    return target
+
+
 PACK = define_op(
     "pack(Tensor[] tensors, int parts, int[] dims) -> Tensor",
     packed,
@@ -67,4 +79,11 @@ UNPACK_INTO = define_op(
     _unpack_into,
     lambda target, *packed: target,
     lambda target, *packed: unpacked(*packed),
+)
+SLICE_SCATTER_IN_PLACE = define_op(
+    "slice_scatter_(Tensor(a!) target, Tensor src, int dim=0, int? start=None, int? end=None, int step=1)"
+    " -> Tensor(a!)",
+    _slice_scatter_,
+    lambda target, *given, **named: target,
+    torch.ops.aten.slice_scatter.default,
 )

@@ -12,7 +12,7 @@ from .cheap import RecomputeCheap
 from .early_reductions import EarlyReductions
 from .gather_again import GatherAgain
 from .gathers import GatherPlacement
-from .in_place import InPlaceUpdates
+from .in_place import WRITES_IN_PLACE, InPlaceUpdates
 from .microbatches.rounds import MicrobatchRounds, names_axis
 from .microbatches.split import microbatch_splits, shard_aval
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch

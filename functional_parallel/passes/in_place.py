@@ -2,7 +2,8 @@
 
 A training step whose state is donated (`train_step(donate=True)`) may change it. That saves memory, copies of new
 parameters and moments, and one kernel call per parameter. Parameters with updated shards that are gathered from all
-ranks (ZeRO stages 1 and 2) are gathered into the old parameters.
+ranks (ZeRO stages 1 and 2) are gathered into the old parameters. An op that writes rows into a donated value, like a
+cache of keys and values, writes them in place.
 """
 
 from __future__ import annotations
@@ -13,14 +14,24 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from sharding_specs import Mesh
 
 from ..ir import Traced, first_operand, info, operands_of, primitive_name
-from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, UNPACK, UNPACK_INTO
+from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, SLICE_SCATTER_IN_PLACE, UNPACK, UNPACK_INTO
 from ..program import aliases_of, shares_memory, storage_root
 from .program_pass import Phase, ProgramPass, Scope, Settings
+
+aten = torch.ops.aten
+
+WRITES_IN_PLACE = {
+    aten.index_copy.default: aten.index_copy_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+    aten.slice_scatter.default: SLICE_SCATTER_IN_PLACE,
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,7 @@ class InPlaceUpdates(ProgramPass):
         with traced.without_output() as new:
             _merge_all(traced, new)
         _unpack_into_old(traced)
+        _write_rows(traced)
 
 
 def _merge_all(traced: Traced, new: dict[fx.Node, fx.Node]) -> None:
@@ -132,3 +144,16 @@ def _unpack_into_old(traced: Traced) -> None:
             continue
         if counts[new] == 1 and _dies_at(new, old, position, returned):
             new.target, new.args = UNPACK_INTO, (old, *new.args)
+
+
+def _write_rows(traced: Traced) -> None:
+    """Write rows in place into a donated value, or a result of an op, that no other op reads later."""
+    position, returned = {node: index for index, node in enumerate(traced.nodes)}, traced.returned()
+    counts = Counter(traced.outputs)
+    for node in position:
+        if node.target not in WRITES_IN_PLACE or counts[node] > 1:
+            continue
+        held, *others = operands_of(node)
+        is_apart = all(storage_root(other) is not storage_root(held) for other in others)
+        if is_apart and _dies_at(node, held, position, returned):
+            node.target = WRITES_IN_PLACE[node.target]

@@ -26,6 +26,7 @@ from .prologue import Prologue, PrologueBuilder, PrologueOutput
 from .roles import OpRole, OpRoles
 from .stages import StageBuilder
 from .structure import parts_of_rank, updates_of
+from .written_state import write_in_place
 
 
 @dataclass(frozen=True)
@@ -120,15 +121,19 @@ class _PipelineBuilder:
             for node, spec in zip(self.traced.inputs, program.in_specs, strict=True)
             if node in self.roles.varying
         }
+        self.written: dict[fx.Node, fx.Node] = {}
         if not self.builder.has_backward:
             self.schedule = _forward_only(self.schedule)
+            if parts.is_even and self.schedule.chains == 1:
+                self.written = write_in_place(roles, builder.stage)
+                builder.collected -= self.written.keys()
 
     def result(self) -> PipelineProgram:
         stages = self.builder.build({action.kind for action in self.schedule})
         ranks = range(self.schedule.ranks)
         parts = [list(parts_of_rank(stages, self.schedule, rank)) for rank in ranks]
         taken = [{node for part in each for node in part.inputs} for each in parts]
-        graph = EpilogueGraph(self.roles, self.extractor, self.program, self.parts, self.schedule.chains)
+        graph = EpilogueGraph(self.roles, self.extractor, self.program, self.parts, self.schedule.chains, self.written)
         used, apart = [self._inputs_below(each) for each in taken], self.schedule.versions is not None
         placing = EpiloguePlacement(graph, self._ranks_of_total, self._rank_of_collected, used, apart)
         epilogue = EpilogueBuilder(graph, placing, self.program.name).build()

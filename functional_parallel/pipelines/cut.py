@@ -6,6 +6,7 @@ Ops after the k-th cut point, in the order of the model's ops, belong to stage k
 from __future__ import annotations
 
 import itertools
+import re
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,14 +24,14 @@ from ..program import recompute_cost
 from ..schedules import count
 from .roles import OpRole, OpRoles
 
-BALANCES = ("work", "memory")
+BALANCES = ("work", "memory", "layers")
 _FREE = 1e-6  # share of the model's cost that is spread over its ops if stages would cost nothing
 _SLACK = 1.1  # largest stage allowed for the sake of smaller messages, relative to the minimum
 
 
 @dataclass(frozen=True)
 class CutSpec:
-    balance: str = "work"  # the quantity to balance over the stages; or "memory" of parameters and residuals
+    balance: str = "work"  # the quantity to balance over the stages; "memory" of parameters and residuals; or "layers"
     lengths: Mapping[str, int] = field(default_factory=dict)  # path of each layer → number of layers in its stack
 
 
@@ -48,6 +49,8 @@ def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh
             "all of the model is computed in its backward, where fp.pipeline does not look for cuts; compile "
             "fp.grad_and_value without fp.remat('nothing'), or mark the stages with fp.stage_boundary"
         )
+    if cut.balance == "layers" and (found := _by_numbers(forward, roles, stages)):
+        return found
     return _balanced(forward, _costs(forward, roles, cut.balance, mesh), stages)
 
 
@@ -95,6 +98,25 @@ def _by_layers(
                 last = max(last, stage_of_layer(path, lengths, stages))
         found[node] = last
     return found
+
+
+def _by_numbers(forward: list[fx.Node], roles: OpRoles, stages: int) -> dict[fx.Node, int]:
+    """Cut between layers, by the first number in the paths of their parameters; empty if there are too few layers."""
+    layers: dict[str, int] = {}  # in the order of their use
+    used = {node: [_layer(each) for each in roles.parameters_of(operands_of(node))] for node in forward}
+    for layer in itertools.chain.from_iterable(used.values()):
+        if layer:
+            layers.setdefault(layer, len(layers))
+    found, last = {}, 0
+    for node in forward if len(layers) >= stages else ():
+        last = max([last, *(layers[layer] * stages // len(layers) for layer in used[node] if layer)])
+        found[node] = last
+    return found
+
+
+def _layer(parameter: fx.Node) -> str:
+    found = re.match(r"(.*?[./]|)\d+(?=[./]|$)", str(info(parameter).param_path))
+    return found[0] if found else ""
 
 
 def stage_of_layer(path: str, lengths: Mapping[str, int], stages: int) -> int:

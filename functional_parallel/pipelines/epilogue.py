@@ -66,6 +66,7 @@ class EpiloguePlacement:
         apart: bool,
     ) -> None:
         self.traced, self.given, self.links, self.apart = graph.traced, graph.given, graph.links, apart
+        self.written = frozenset(graph.written.values())
         self.ranks = frozenset(range(len(used)))
         self.ranks_of_total, self.rank_of_collected = ranks_of_total, rank_of_collected
         self.users = defaultdict[fx.Node, set[int]](set)  # the ranks that read an input of the step in their stages
@@ -108,7 +109,7 @@ class EpiloguePlacement:
             return frozenset({self.ranks_of_total(value)[which]})
         if kind == "collected":
             return frozenset({self.rank_of_collected(value, which)})
-        if kind == "input" and info(value).is_parameter:
+        if kind == "input" and (info(value).is_parameter or value in self.written):
             return self._users_of(node) or None
         return None
 

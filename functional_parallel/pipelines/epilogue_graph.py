@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,16 @@ class EpilogueInput(NamedTuple):
 
 
 class EpilogueGraph:
-    def __init__(self, roles: OpRoles, extractor: Extractor, program: Program, parts: DimSplit, chains: int) -> None:
+    def __init__(
+        self,
+        roles: OpRoles,
+        extractor: Extractor,
+        program: Program,
+        parts: DimSplit,
+        chains: int,
+        written: Mapping[fx.Node, fx.Node],
+    ) -> None:
+        self.written = written  # by result, the input that stages have written it into
         self.roles, self.whole, self.parts, self.chains = roles, extractor, parts, chains
         self.in_specs = dict(zip(roles.traced.inputs, program.in_specs, strict=True))
         self.traced = Traced(fx.Graph(), constants=roles.traced.constants)
@@ -65,6 +74,8 @@ class EpilogueGraph:
     def _output(self, output: fx.node.Argument, spec: P) -> fx.node.Argument:
         if not isinstance(output, fx.Node):
             return output
+        if output in self.written:
+            return self._made[EpilogueInput("input", self.written[output])]
         if output.op == "get_attr":  # a result must be an op, which has ranks
             return self._call(aten.clone.default, (self._value(output),), output)
         if self.roles.axis not in spec.axes or output.op == "placeholder":

@@ -63,6 +63,10 @@ class Runtime(ABC, Generic[Handle, Runnable]):
     def shard_for(self, program: Runnable, number: int, x: torch.Tensor, spec: P) -> Handle:
         return self.shard(x, spec)
 
+    def shard_on(self, where: Where, x: torch.Tensor, spec: P) -> Handle:
+        """Return the handle of a full tensor on the ranks with these indices."""
+        return self.shard(x, spec)
+
     @abstractmethod
     def whole(self, handle: Handle, spec: P, whose: str = "") -> torch.Tensor:
         """Return the full tensor of a handle. `whose` describes the value in messages."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 
-from sharding_specs import P
+from sharding_specs import P, whole_shape
 
-from ..errors import OutSpecError, PipelineError
+from ..errors import OutSpecError
 from ..functions import PyTree
-from ..ir import info
+from ..ir import hollow, info, without_memory
 from ..lowering import Lowered
+from ..pipelines import PipelineProgram
 from ..program import Program
-from ..runtime import Runtime
-from .held import at_rest, tensors, tensors_of
+from ..runtime import Runtime, Where, copy_if_aliased, storages
+from ..tracing import disable_ambient_modes
+from .held import StaticLeaf, at_rest, tensors, tensors_of
 from .sharded import Sharded
 from .signatures import listed, structure_as_text
 from .stateful_program import StatefulProgram
@@ -29,19 +33,20 @@ def require_same_state(lowered: Lowered, args: tuple[PyTree, ...], state: int) -
     if not 0 <= state < len(args):
         raise ValueError(f"{does} has a state at index {state} of its arguments, and takes {len(args)}")
     before = optree.tree_structure(args[state])
-    if not isinstance(program, Program):
-        raise PipelineError(f"{does} keeps a state, which fp.pipeline does not support: leave one of the two out")
     if pair.type is not tuple or pair.num_children != 2:
         raise TypeError(f"{does} must return (result, new state), and returns {structure_as_text(pair)}")
+    if args[state] is None:  # the function makes it
+        return
     if pair.child(1) != before:
         told = f"{structure_as_text(pair.child(1))} for {structure_as_text(before)}"
         raise OutSpecError(f"{does} must return a new state with the structure of the old one, and returns {told}")
     first, count = sum(len(tensors_of(arg)) for arg in args[:state]), len(tensors_of(args[state]))
     old, new = slice(first, first + count), slice(len(program.out_specs) - count, None)
+    inputs, outputs = _full_values(program)
     rows = zip(
         program.in_paths[old],
-        map(_text, program.in_specs[old], program.traced.inputs[old]),
-        map(_text, program.out_specs[new], program.traced.outputs[new]),
+        map(_text, program.in_specs[old], inputs[old]),
+        map(_text, program.out_specs[new], outputs[new]),
         strict=True,
     )
     wrong = [f"{path}: {before}, in the result {after}" for path, before, after in rows if before != after]
@@ -51,6 +56,14 @@ def require_same_state(lowered: Lowered, args: tuple[PyTree, ...], state: int) -
             + "\n  ".join(listed(wrong))
             + "\nGive the state the specs of the result, by batch= of a transform or by in_specs; or use fp.constrain"
         )
+
+
+def _full_values(program: Program | PipelineProgram) -> tuple[list[Any], list[Any]]:
+    """Return the inputs and the results of all microbatches."""
+    if isinstance(program, Program):
+        return list(program.traced.inputs), list(program.traced.outputs)
+    full = {given.node: node for node, given in program.epilogue.given.items() if given.kind == "input"}
+    return [full[node] for node in program.inputs], list(program.epilogue.outputs)
 
 
 def _text(spec: P, node: Any) -> str:
@@ -69,11 +82,9 @@ def run_held(
     program, on = lowered.program, runtime()
     handles, kept, old = list[Any](), list[Any](), None
     for number, arg in enumerate(args):
-        if number == state and not isinstance(arg, Sharded):
-            rest = map(at_rest, program.in_specs[len(handles) :])
-            wanted = optree.tree_map(lambda x, rest=rest: next(rest) if isinstance(x, torch.Tensor) else P(), arg)
-            arg = Sharded.of(arg, on.mesh, wanted)
-        elif number == state and (arg.is_view or sum(arg is each for each in args) > 1):
+        if number == state and arg is not None and not isinstance(arg, Sharded):
+            arg = _sharded(lowered, arg, len(handles), runtime, [program])
+        elif number == state and arg is not None and (arg.is_view or sum(arg is each for each in args) > 1):
             arg = arg.copy()  # its memory is not only the state's
         if isinstance(arg, Sharded):
             held = tensors(arg.handles)
@@ -89,11 +100,83 @@ def run_held(
         on.check_same(program.name, program.in_paths[len(handles) :][: len(given)], given)
         pairs = zip(given, program.in_specs[len(handles) :], strict=False)
         handles += [on.entered(x, spec) for x, spec in pairs]
-    if old is None:
+    if state is None:
         return lowered.result(programs.run(on, lowered, handles, kept=kept))
-    count = len(tensors(old.handles))
-    with old.used(old.give()):
-        results = programs.run(on, lowered, handles, staying=slice(len(program.out_specs) - count, None), kept=kept)
-    leaves = lowered.leaves(results)
     first = lowered.out_tree.child(0).num_leaves
-    return lowered.out_tree.child(0).unflatten(leaves[:first]), old.replaced(leaves[first:])
+    staying = slice(lowered.tensors_before(first), None)
+    with nullcontext() if old is None else old.used(old.give()):
+        results = programs.run(on, lowered, handles, staying=staying, kept=kept)
+    leaves = lowered.leaves(results)
+    result = lowered.out_tree.child(0).unflatten(leaves[:first])
+    if old is not None:
+        return result, old.replaced(leaves[first:])
+    return result, Sharded.made(lowered.out_tree.child(1), leaves[first:], program.out_specs[staying], runtime)
+
+
+def new_state_of(lowered: Lowered) -> tuple[PyTree, PyTree]:
+    """Return the tree of the state that a program makes, as tensors without memory, and the tree of its specs."""
+    program, state = lowered.program, lowered.out_tree.child(1)
+    first = lowered.out_tree.child(0).num_leaves
+    start = lowered.tensors_before(first)
+    avals = (info(node).aval for node in _full_values(program)[1][start:])
+    rows = iter(zip(avals, program.out_specs[start:], strict=True))
+
+    def leaf(output: Any) -> tuple[Any, P]:
+        if not lowered.is_tensor(output):
+            return output, P()
+        aval, spec = next(rows)
+        return hollow(aval, whole_shape(aval.shape, spec, program.mesh)), spec
+
+    shapes, specs = zip(*map(leaf, lowered.outputs[first:]), strict=True)
+    return state.unflatten(shapes), state.unflatten(specs)
+
+
+def held_argument(
+    lowered: Lowered,
+    tree: PyTree,
+    runtime: Callable[[], Runtime[Any, Any]],
+    others: Sequence[Program | PipelineProgram],
+) -> Sharded:
+    """Return the first argument of programs as their ranks hold it: full tensors, or a tree in any layout."""
+    program, programs = lowered.program, [lowered.program, *others]
+    if not isinstance(tree, Sharded):
+        return _sharded(lowered, tree, 0, runtime, programs)
+    count, stacks = len(tensors(tree.handles)), None if lowered.resolved is None else lowered.resolved.stacks
+    specs, where = list(map(at_rest, program.in_specs[:count])), partial(_where, programs)
+    return tree.placed(runtime, program.name, stacks, program.in_paths[:count], specs, where)
+
+
+def _where(programs: Sequence[Program | PipelineProgram], number: int) -> Where:
+    """Return the ranks that need an input of some programs."""
+    stages = [each for each in programs if isinstance(each, PipelineProgram)]
+    holders = frozenset[int]().union(*(each.holders(each.inputs[number]) for each in stages))
+    return ((stages[0].axis, tuple(sorted(holders))),) if stages else ()
+
+
+def _sharded(
+    lowered: Lowered,
+    tree: PyTree,
+    first: int,
+    runtime: Callable[[], Runtime[Any, Any]],
+    programs: Sequence[Program | PipelineProgram],
+) -> Sharded:
+    """Shard an argument of full tensors, which begins at the input `first`."""
+    program, on = lowered.program, runtime()
+    entered = tree if first else lowered.entered((tree,))[0]
+    stacks = None if first or lowered.resolved is None else lowered.resolved.stacks
+    given = tensors_of(entered)
+    lowered.require_layouts(given, first)
+    on.check_same(program.name, program.in_paths[first : first + len(given)], given)
+    taken, numbers = storages(*given), iter(range(first, first + len(given)))
+
+    def handle(x: Any) -> tuple[Any, P]:
+        if not isinstance(x, torch.Tensor):
+            return StaticLeaf(x), P()
+        number = next(numbers)
+        spec = at_rest(program.in_specs[number])
+        return copy_if_aliased(on.shard_on(_where(programs, number), x, spec), taken), spec
+
+    with disable_ambient_modes():
+        held = list(map(handle, optree.tree_leaves(entered)))
+    shapes = optree.tree_map(without_memory, tree)
+    return Sharded(tuple(x for x, _ in held), shapes, [spec for _, spec in held], runtime, stacks)

@@ -26,7 +26,16 @@ from ..checkpoint import (
 )
 from ..functions import PyTree, SpecTree, StackedTree
 from ..ir import Aval, without_memory
-from ..runtime import PipelineRuntime, Runtime, copy_if_aliased, default_runtime, device_of, storages
+from ..runtime import (
+    PipelineRuntime,
+    PipelineValue,
+    Runtime,
+    Where,
+    copy_if_aliased,
+    default_runtime,
+    device_of,
+    storages,
+)
 from ..tracing import disable_ambient_modes
 from .held import Held, StaticLeaf, copied, full_leaves, handle_of_shards, hollow_on, require_holders
 from .held_leaves import HeldLeaves, leaf_layout, peers_of, saved_shapes
@@ -102,6 +111,25 @@ class Sharded(Held):
         return cls(tuple(handles), shapes, wanted, runtime)
 
     @classmethod
+    def made(
+        cls,
+        structure: optree.PyTreeSpec,
+        leaves: Sequence[Any],
+        specs: Sequence[P],
+        runtime: Callable[[], Runtime[Any, Any]],
+    ) -> Sharded:
+        """Return the tree of results of a program: handles, with the specs of these, and leaves that are no tensors."""
+        remaining, held, on = iter(specs), list[tuple[Any, Any, P]](), runtime()
+        for leaf in leaves:
+            if isinstance(leaf, (torch.Tensor, list, PipelineValue)):
+                spec = next(remaining)
+                held.append((leaf, without_memory(on.like(leaf, spec)), spec))
+            else:
+                held.append((StaticLeaf(leaf), leaf, P()))
+        handles, shapes, full = zip(*held, strict=True) if held else ((), (), ())
+        return cls(tuple(handles), structure.unflatten(shapes), full, runtime)
+
+    @classmethod
     def restore(cls, path: str | Path, mesh: Mesh, specs: SpecTree, *, step: int | None = None) -> Sharded:
         """Read the parameters of a checkpoint onto a mesh. Each rank reads what it will hold.
 
@@ -120,7 +148,8 @@ class Sharded(Held):
             def fill(leaves: Sequence[LeafLayout], shards: dict[tuple[int, int], torch.Tensor]) -> None:
                 checkpoint.fill(plan_restore(checkpoint.plan, leaves, mesh), shards)
 
-            return _filled(saved_shapes(checkpoint), mesh, specs, torch.get_default_device(), fill)
+            runtime = partial(default_runtime, mesh)
+            return _filled(saved_shapes(checkpoint), specs, runtime, torch.get_default_device(), fill)
 
         return newest(Path(path), step, read)
 
@@ -172,13 +201,18 @@ class Sharded(Held):
             SpecError: if the specs do not fit the tree or the mesh.
         """
         mesh = self.mesh if mesh is None else mesh
-        source = self.source(default_runtime(mesh))
+        wanted = self.specs if specs is None and self._stacks is None else specs
+        return self._moved(wanted, partial(default_runtime, mesh), lambda _: ())
+
+    def _moved(
+        self, specs: SpecTree, runtime: Callable[[], Runtime[Any, Any]], where: Callable[[int], Where]
+    ) -> Sharded:
+        source, mesh = self.source(runtime()), runtime().mesh
 
         def fill(leaves: Sequence[LeafLayout], shards: dict[tuple[int, int], torch.Tensor]) -> None:
             source.fill(plan_restore(source.plan, leaves, mesh), shards)
 
-        wanted = self.specs if specs is None and self._stacks is None else specs
-        return _filled(self.shapes, mesh, wanted, device_of(self.handles) or torch.get_default_device(), fill)
+        return _filled(self.shapes, specs, runtime, device_of(self.handles) or torch.get_default_device(), fill, where)
 
     def source(self, target: Runtime[Any, Any]) -> HeldLeaves:
         """Return the values as the source of a move to the ranks of `target`, with the plan of its full tensors."""
@@ -208,19 +242,51 @@ class Sharded(Held):
         specs: Sequence[P],
     ) -> None:
         """Check that the program `name` takes the tree in this layout. Paths and specs are of the program's inputs."""
-        held = self.runtime()
-        told = [] if self.mesh == runtime.mesh else [f"it lies on {self.mesh!r}, and {name} runs on {runtime.mesh!r}"]
-        if type(held) is not type(runtime) or self._stacks != stacks:
-            told += [f"it lies {_stages(held, self._stacks)}, for {name} it must lie {_stages(runtime, stacks)}"]
-        mine = [spec for spec, x in zip(self._specs, self.handles, strict=True) if not isinstance(x, StaticLeaf)]
-        rows = zip(paths, mine, specs, strict=False)
-        told += [f"argument {path}: {a!r} in the Sharded, {b!r} for {name}" for path, a, b in rows if a != b]
+        told = self._differences(runtime, name, stacks, paths, specs)
         if told:
             raise SpecError(
                 "a Sharded has another layout than the function that is called:\n  "
                 + "\n  ".join(listed(told))
                 + "\nGive the function x.relayout(specs, mesh), with its mesh and specs, or x.full()"
             )
+
+    def _differences(
+        self,
+        runtime: Runtime[Any, Any],
+        name: str,
+        stacks: StackedTree | None,
+        paths: Sequence[str],
+        specs: Sequence[P],
+    ) -> list[str]:
+        held = self.runtime()
+        told = [] if self.mesh == runtime.mesh else [f"it lies on {self.mesh!r}, and {name} runs on {runtime.mesh!r}"]
+        if type(held) is not type(runtime) or self._stacks != stacks:
+            told += [f"it lies {_stages(held, self._stacks)}, for {name} it must lie {_stages(runtime, stacks)}"]
+        mine = [spec for spec, x in zip(self._specs, self.handles, strict=True) if not isinstance(x, StaticLeaf)]
+        rows = zip(paths, mine, specs, strict=False)
+        return told + [f"argument {path}: {a!r} in the Sharded, {b!r} for {name}" for path, a, b in rows if a != b]
+
+    def placed(
+        self,
+        runtime: Callable[[], Runtime[Any, Any]],
+        name: str,
+        stacks: StackedTree | None,
+        paths: Sequence[str],
+        specs: Sequence[P],
+        where: Callable[[int], Where],
+    ) -> Sharded:
+        """Return the tree in the layout of the program `name`, moved if it has another one. `where` is by input."""
+        if stacks is not None or not self._differences(runtime(), name, stacks, paths, specs):
+            self.require(runtime(), name, stacks, paths, specs)
+            return self
+        rest, number = iter(enumerate(specs)), dict[int, int]()
+        full = []
+        for index, leaf in enumerate(optree.tree_leaves(self.shapes)):
+            number[index], spec = next(rest) if isinstance(leaf, torch.Tensor) else (0, P())
+            full.append(spec)
+        return self._moved(
+            optree.tree_structure(self.shapes).unflatten(full), runtime, lambda index: where(number[index])
+        )
 
     def replaced(self, leaves: Sequence[Any]) -> Sharded:
         """Return a tree in the same layout of other values: handles of tensors, and leaves that are not tensors."""
@@ -299,22 +365,30 @@ def _fitting(specs: SpecTree, shapes: PyTree, mesh: Mesh) -> list[P]:
     return found
 
 
-def _filled(tree: PyTree, mesh: Mesh, specs: SpecTree, device: torch.device, fill: Fill) -> Sharded:
-    """Return a tree with shards that `fill` fills."""
-    wanted, runtime = _fitting(specs, tree, mesh), default_runtime(mesh)
-    device, shards = runtime.device or device, dict[tuple[int, int], torch.Tensor]()
+def _filled(
+    tree: PyTree,
+    specs: SpecTree,
+    on: Callable[[], Runtime[Any, Any]],
+    device: torch.device,
+    fill: Fill,
+    where: Callable[[int], Where] = lambda _: (),
+) -> Sharded:
+    """Return a tree with shards that `fill` fills. `where` returns the ranks that hold a leaf."""
+    runtime = on()
+    mesh, shards = runtime.mesh, dict[tuple[int, int], torch.Tensor]()
+    wanted, device = _fitting(specs, tree, mesh), runtime.device or device
     rows = list(enumerate(zip(tree_keys(tree), optree.tree_leaves(tree), wanted, strict=True)))
 
     def handle(index: int, x: Any, spec: P) -> Any:
         if not isinstance(x, torch.Tensor):
             return StaticLeaf(x)
-        return handle_of_shards(runtime, spec, Aval(tuple(x.shape), x.dtype, device), (), index, shards)
+        return handle_of_shards(runtime, spec, Aval(tuple(x.shape), x.dtype, device), where(index), index, shards)
 
     with disable_ambient_modes():
         handles = [handle(index, x, spec) for index, (_, x, spec) in rows]
         like = [(index, key, x) for index, (key, x, _) in rows if isinstance(x, torch.Tensor)]
-        fill([leaf_layout("params", key, x, (index,), False, wanted, lambda _: ()) for index, key, x in like], shards)
+        fill([leaf_layout("params", key, x, (index,), False, wanted, where) for index, key, x in like], shards)
         for index, (_, x, spec) in rows:
             if spec.storage:
                 handles[index] = handle(index, x, spec)
-    return Sharded(tuple(handles), optree.tree_map(without_memory, tree), wanted, partial(default_runtime, mesh))
+    return Sharded(tuple(handles), optree.tree_map(without_memory, tree), wanted, on)

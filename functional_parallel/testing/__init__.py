@@ -7,8 +7,9 @@ from .elementwise_update import assert_elementwise
 from .equivalence import assert_equivalent
 from .rule_check import check_rule
 from .same import assert_same
+from .same_logits import same_logits
 
-__all__ = ["assert_elementwise", "assert_equivalent", "assert_same", "check_rule", "strategies"]
+__all__ = ["assert_elementwise", "assert_equivalent", "assert_same", "check_rule", "same_logits", "strategies"]
 
 
 def __getattr__(name: str) -> ModuleType:

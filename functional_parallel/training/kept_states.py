@@ -245,15 +245,7 @@ class KeptStates:
         A later step that is given the state writes over them. Then their use raises DonatedStateError. Parameters have
         the storage dtype, and the optimizer state has what the plan adds to it, such as masters.
         """
-        layout, stacks = self.states.known_layout(state), state.layout.layouts.stacks
-        params, opt_state = (optree.tree_map(without_memory, each) for each in self.states.shapes(layout, state))
-        own = stacks if stacks is not None and layout.params == stacks.layers else None
-        params = params if own is None else own.restack(params)
-        count, runtime = layout.params.num_leaves, self.states.runtime
-        return (
-            Sharded(None, params, layout.specs[:count], runtime, own, lambda: state.handles[:count]),
-            Sharded(None, opt_state, layout.specs[count:], runtime, None, lambda: state.handles[count:]),
-        )
+        return sharded_of(self.states, state)
 
     def frozen(self, state: TrainState) -> Sharded:
         """Return a copy of the sharded parameters that later steps do not change, such as those of a reference model.
@@ -269,3 +261,20 @@ class KeptStates:
         tensor([0., 0.])
         """
         return self.sharded(state)[0].copy()
+
+
+def sharded_of(states: States, state: TrainState) -> tuple[Sharded, Sharded]:
+    layout, stacks = states.known_layout(state), state.layout.layouts.stacks
+    params, opt_state = (optree.tree_map(without_memory, each) for each in states.shapes(layout, state))
+    own = stacks if stacks is not None and layout.params == stacks.layers else None
+    params = params if own is None else own.restack(params)
+    count, runtime = layout.params.num_leaves, states.runtime
+    return (
+        Sharded(None, params, layout.specs[:count], runtime, own, lambda: state.handles[:count]),
+        Sharded(None, opt_state, layout.specs[count:], runtime, None, lambda: state.handles[count:]),
+    )
+
+
+def parameters_of(state: TrainState) -> Sharded:
+    """Return the parameters of a state, as the step that made it holds them."""
+    return sharded_of(state.layout.states, state)[0]

@@ -70,8 +70,9 @@ class pipeline(Transform):
             "looped-bfs", and 1 for a custom function. Other schedules reject any number except theirs.
         batch: specs of the arguments after the parameters over the axis "microbatch". The default cuts the dims that
             data axes split, or without data axes dim 0 of every tensor that has one.
-        balance: the quantity to balance over the stages, without marks and stacks: "work", or "memory" of parameters
-            and residuals.
+        balance: the quantity to balance over the stages, without marks and stacks: "work", "memory" of parameters
+            and residuals, or the number of "layers". Layers are told by the first number in the paths of parameters.
+            This cut does not depend on the shapes of the batch.
 
     Raises:
         ValueError: if `microbatches` is not a positive integer, `balance` is unknown, `schedule` is not a schedule, or

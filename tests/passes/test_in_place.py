@@ -15,7 +15,7 @@ from functional_parallel.ir import info
 from functional_parallel.ir.graph import operands_of
 from functional_parallel.program.aliasing import mutated_operands, readers_before_writes
 from functional_parallel.program.overlap import overlapped
-from sharding_specs import Mesh
+from sharding_specs import Mesh, P
 
 from .networks import SPLIT, batch, loss, parameters
 
@@ -105,3 +105,38 @@ def test_parameters_that_a_step_reports_are_not_written_over(plan: str) -> None:
     reported = optree.tree_map(torch.clone, metrics.aux)
     train(state, *batch(8))
     assert all(map(torch.equal, optree.tree_leaves(reported), optree.tree_leaves(metrics.aux)))
+
+
+def rows_written(f: Any, shape: tuple[int, ...] = (3, 4)) -> list[str]:
+    """Ops that write rows, of a function of a donated state and two other arguments."""
+    run = fp.compile(lambda p, s, x, i: f(s, x, i), Mesh(data=1), in_specs=(P(),) * 4, out_specs=P(), state=1)
+    x, at = torch.randn(1, 4), torch.tensor([1])
+    state, expected = torch.zeros(shape), f(torch.zeros(shape), x, at)
+    found, new = run(torch.ones(()), state, x, at)
+    again = fp.Sharded.of(state, Mesh(data=1), P())
+    found_again, new_again = run(torch.ones(()), again, x, at)
+    for wanted, *others in ((expected[0], found, found_again), (expected[1], new.full(), new_again.full())):
+        assert all(torch.equal(wanted, other) for other in others)
+    names = (str(node.target) for node in run.program.traced.nodes)
+    return [name.split(".")[1] for name in names if any(kind in name for kind in ("index_copy", "scatter"))]
+
+
+def test_rows_are_written_into_a_state_that_no_op_reads_later() -> None:
+    assert rows_written(lambda s, x, i: (x.sum(), s.index_copy(0, i, x))) == ["index_copy_"]
+    assert rows_written(lambda s, x, i: (x.sum(), s.scatter(0, i[:, None].expand(1, 4), x))) == ["scatter_"]
+    assert rows_written(lambda s, x, i: (x.sum(), s.scatter(0, i[:, None].expand(1, 4), 2.0))) == ["scatter_"]
+    assert rows_written(lambda s, x, i: (x.sum(), torch.slice_scatter(s, x, 0, 1, 2))) == ["slice_scatter_"]
+    twice = rows_written(lambda s, x, i: (x.sum(), s.index_copy(0, i, x).index_copy(0, i + 1, x * 2)))
+    assert twice == ["index_copy_", "index_copy_"]
+    assert rows_written(lambda s, x, i: (s.sum(), s.index_copy(0, i, x))) == ["index_copy_"], "read before"
+
+
+def test_rows_are_not_written_into_a_value_that_is_read_later() -> None:
+    def reads_old(s: Any, x: Any, i: Any) -> Any:
+        new = s.index_copy(0, i, x)
+        return (new * s).sum(), new
+
+    assert rows_written(reads_old) == ["index_copy"]
+    assert rows_written(lambda s, x, i: (s.index_copy(0, i, x), s)) == ["index_copy"], "the old state is returned"
+    assert rows_written(lambda s, x, i: (x.sum(), s.index_copy(0, i, s[2:3]))) == ["index_copy"], "rows of itself"
+    assert rows_written(lambda s, x, i: (x.sum(), s.view(4, 3).index_copy(0, i, x[:, :3]).view(3, 4))) == ["index_copy"]

@@ -400,3 +400,28 @@ def test_an_op_without_a_rule_is_named(samples: int, outer: list[Any]) -> None:
     )
     with pytest.raises(PipelineError, match=said):
         step(FOUR, torch.ones(samples, 2, dtype=torch.float64))
+
+
+def test_a_cut_by_the_numbers_of_layers_is_the_same_for_every_batch() -> None:
+    """The first layers have most of the work, and each stage has the same number of them."""
+
+    def f(params: Any, x: Tensor) -> Tensor:
+        x = x @ params["embed"]
+        for layer in params["blocks"]:
+            x = torch.tanh(x @ layer["up"]) @ layer["down"]
+        return x @ params["head"]
+
+    widths = (64, 64, 2, 2)
+    blocks = [{"up": normal(4, width), "down": normal(width, 4)} for width in widths]
+    params = {"embed": normal(3, 4), "blocks": blocks, "head": normal(4, 2)}
+    for balance, wanted in (("layers", [0, 0, 1, 1]), ("work", [0, 1, 1, 1])):
+        step = fp.compile(fp.pipeline("pipe", microbatches=1, balance=balance)(f), Mesh(pipe=2))
+        for rows in (2, 50):
+            program = step.lower(params, normal(rows, 3))
+            found = {path: program.holders(node) for path, node in zip(program.in_paths, program.inputs, strict=True)}
+            assert [min(found[f"0/blocks/{layer}/up"]) for layer in range(4)] == wanted
+            assert found["0/embed"] == {0} and found["0/head"] == {1}
+    few = fp.compile(fp.pipeline("pipe", microbatches=1, balance="layers")(f), Mesh(pipe=3))
+    torch.testing.assert_close(
+        few({**params, "blocks": blocks[:2]}, x := normal(4, 3)), f({**params, "blocks": blocks[:2]}, x)
+    )

@@ -356,3 +356,58 @@ def test_on_processes(tmp_path: Path) -> None:
         assert shards == ((2, 4), (4, 2), (4, 2))
         assert torch.equal(moved, params["w"]) and torch.equal(again, params["w"]) and same(after, state)
         assert begun == [True, True]
+
+
+def test_a_function_makes_its_first_state_on_the_ranks() -> None:
+    def begin_cache(weights: Tensor, state: Any, x: Tensor) -> Any:
+        return x.sum(), {
+            "rows": torch.nn.functional.pad((x @ weights)[:, None], (0, 0, 2, 0)),
+            "step": 3,
+            "at": x[:, 0],
+        }
+
+    plan, mesh = fp.zero(3, "data"), Mesh(data=2)
+    weights, x = integers(4, 2, seed=0), integers(4, 4, seed=1)
+    run = fp.compile(plan(begin_cache), mesh, state=1)
+    shapes, specs = run.new_state(weights, None, x)
+    assert specs == {"rows": P("data"), "step": P(), "at": P("data")}
+    assert (shapes["rows"].shape, shapes["step"], shapes["rows"].device.type) == ((4, 3, 2), 3, "cpu")
+    total, state = run(weights, None, x)
+    wanted = begin_cache(weights, None, x)[1]
+    assert torch.equal(total, x.sum()) and same({**state.full(), "step": 0}["rows"], wanted["rows"])
+    assert state.full()["step"] == 3 and [shard.shape[0] for shard in state.handles[1]] == [2, 2]
+    step = fp.compile(fp.data_parallel("data")(lambda w, s, x: cached(w, s["rows"], x)[0]), mesh)
+    assert torch.equal(step(weights, state, x), cached(weights, wanted["rows"], x)[0])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_pipeline_keeps_the_state_of_its_stages(data: int, microbatches: int) -> None:
+    """A cache of two layers, of which each stage writes rows in place."""
+
+    def step(params: Any, state: Any, x: Tensor, at: Tensor) -> Any:
+        new = []
+        for weight, held in zip(params, state, strict=True):
+            held = held.index_copy(1, at, (x @ weight)[:, None])
+            x = held.sum(1)
+            new.append(held)
+        return x, new
+
+    mesh = Mesh(data=data, pipe=2)
+    batch = (P("data"), P("data"), P())
+    cut = tuple(P("microbatch") if spec != P() else P() for spec in batch)
+    pipeline = fp.pipeline("pipe", microbatches=microbatches, balance="layers", batch=cut)
+    plan = fp.chain(fp.data_parallel("data", batch=batch), pipeline)
+    run = fp.compile(plan(step), mesh, state=1)
+    params = [integers(2, 2, seed=index) for index in range(2)]
+    state: Any = [torch.zeros(4, 3, 2).double() for _ in params]
+    weights, held, places = run.hold(params, state, integers(4, 2, seed=0), torch.tensor([0])), state, []
+    for call in range(4):
+        x, at = integers(4, 2, seed=call), torch.tensor([call % 3])
+        expected, state = step(params, state, x, at)
+        found, held = run(weights, held, x, at)
+        assert torch.equal(found, expected) and same(held.full(), state)
+        assert [handle.holders for handle in held.handles] == [{0}, {1}]
+        places.append([handle.parts[rank][0].data_ptr() for rank, handle in enumerate(held.handles)])
+    assert places[1] == places[2] == places[3], "rows are written in place"
+    assert all("cat" not in line or "f64[2, 3" not in line for line in run.program.lines())

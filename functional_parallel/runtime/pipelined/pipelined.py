@@ -60,6 +60,9 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     def shard_for(self, program: PipelineProgram, number: int, x: torch.Tensor, spec: P) -> PipelineValue:
         return self._where_taken(program.holders(program.inputs[number]), x, spec)
 
+    def shard_on(self, where: Where, x: torch.Tensor, spec: P) -> PipelineValue:
+        return self._where_taken(frozenset(dict(where)[self.axis]), x, spec) if where else self.shard(x, spec)
+
     def entered(self, x: torch.Tensor, spec: P) -> PipelineValue:
         if self.communicator is not None:
             _refuse_derivatives([x])
@@ -203,7 +206,8 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
             needed = program.holders(node)
             if each.holders is None or needed <= each.holders:
                 continue
-            _say_that_stages_moved(program, self.axis)
+            if info(node).is_parameter:
+                _say_that_stages_moved(program, self.axis)
             holders, got = needed | each.holders, self._from_a_holder(each)
             parts = {rank: each.parts.get(rank, got) for rank in self.ranks if rank in holders}
             found[index] = PipelineValue(parts, holders, each.aval)

@@ -1,0 +1,17 @@
+"""Generation: text from causal models with a cache of keys and values that stays on the ranks."""
+
+from .cached_model import CachedModel, FunctionWithCache, cached_model
+from .generate import Generated, Generator, generate
+from .sampling import Sampling
+from .serving import serving_plan
+
+__all__ = [
+    "CachedModel",
+    "FunctionWithCache",
+    "Generated",
+    "Generator",
+    "Sampling",
+    "cached_model",
+    "generate",
+    "serving_plan",
+]
