@@ -81,7 +81,10 @@ def write_file(
 
 
 class ShardFile(AbstractContextManager["ShardFile"]):
-    """A safetensors file. Every block is verified when it is read. `info` is None for a file of another library."""
+    """A safetensors file. Every block is verified when it is read.
+
+    `info` is None for a file of another library, which has no checksums: only the bytes that are wanted are read.
+    """
 
     def __init__(self, path: Path, info: FileInfo | None = None, algorithm: str = "crc32") -> None:
         self.path, self._sums, self._new = path, None if info is None else info.sums, hasher(algorithm)
@@ -107,13 +110,20 @@ class ShardFile(AbstractContextManager["ShardFile"]):
 
     def _entries(self) -> dict[str, Entry]:
         try:
-            stop = min(8 + int.from_bytes(memory_of(self.block(0))[:8], "little"), self.size)
-            blocks = (memory_of(self.block(start // BLOCK))[: stop - start] for start in range(0, stop, BLOCK))
-            return parse_header(b"".join(map(bytes, blocks)), self.size)
+            stop = min(8 + int.from_bytes(self._first(min(8, self.size)), "little"), self.size)
+            return parse_header(self._first(stop), self.size)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpointError(
                 f"{self.path}: it is not a safetensors file of a checkpoint: {error}"
             ) from None
+
+    def _first(self, count: int) -> bytes:
+        if self._sums is None:
+            found = bytearray(count)
+            self._read_into(memoryview(found), 0)
+            return bytes(found)
+        blocks = (memory_of(self.block(start // BLOCK))[: count - start] for start in range(0, count, BLOCK))
+        return b"".join(map(bytes, blocks))
 
     def block(self, number: int) -> torch.Tensor:
         """Return the bytes of a block, verified. They are valid until the next call."""
@@ -134,21 +144,22 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             return self._read(begin, end)
 
     def _read(self, begin: int, end: int) -> torch.Tensor:
-        found, done = torch.empty(end - begin, dtype=torch.uint8, device="cpu"), 0
-        into = memory_of(found)
-        while done < len(into):
+        found = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+        self._read_into(memory_of(found), begin)
+        return found
+
+    def _read_into(self, memory: memoryview, begin: int) -> None:
+        while len(memory):
             try:
-                count = os.preadv(self._file, [into[done:]], begin + done)
+                count = os.preadv(self._file, [memory], begin)
             except OSError as error:
                 raise DamagedCheckpointError(f"{self.path}: {error.strerror}") from error
             if not count:
                 raise DamagedCheckpointError(f"{self.path}: the file was cut while it was read")
-            done += count
-        return found
+            memory, begin = memory[count:], begin + count
 
     def _verify(self, number: int, data: memoryview) -> None:
-        if self._sums is None:
-            return
+        assert self._sums is not None
         made = self._new()
         made.update(data)
         if made.hexdigest() != self._sums[number]:
@@ -162,10 +173,23 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             self.block(number)
 
     def read(self, entry: Entry, common: Box, target: torch.Tensor) -> None:
+        if self._sums is None:
+            self._read_runs(entry, common, target)
+            return
         strides = [math.prod(entry.box.size[dim + 1 :]) for dim in range(len(entry.box.size))]
         for part in self._parts(entry, common, strides):
             found = self._bytes(*entry.range(part), entry.dtype).as_strided(part.size, strides)
             target[part.within(common).slices].copy_(found)
+
+    def _read_runs(self, entry: Entry, common: Box, target: torch.Tensor) -> None:
+        is_direct = target.dtype == entry.dtype and target.device.type == "cpu" and target.is_contiguous()
+        into = target if is_direct else torch.empty(common.size, dtype=entry.dtype, device="cpu")
+        memory, place = memory_of(into), 0
+        for begin, end in entry.runs(common):
+            self._read_into(memory[place : place + end - begin], begin)
+            place += end - begin
+        if not is_direct:
+            target.copy_(into)
 
     def _bytes(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         pieces = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +41,22 @@ class Entry(NamedTuple):
     def range(self, part: Box) -> tuple[int, int]:
         first, last = part.within(self.box).ends(self.box.size)
         return self.begin + first * self.dtype.itemsize, self.begin + (last + 1) * self.dtype.itemsize
+
+    def runs(self, part: Box) -> Iterator[tuple[int, int]]:
+        """Yield the first byte and the last one, exclusive, of each contiguous range of a box, in order."""
+        size, found = self.box.size, part.within(self.box)
+        dim = max(len(size) - 1, 0)
+        while dim and found.size[dim] == size[dim]:
+            dim -= 1
+        stride = math.prod(size[dim + 1 :]) * self.dtype.itemsize
+        outer = (range(first, first + count) for first, count in zip(found.start[:dim], found.size[:dim], strict=True))
+        (first, count) = (found.start[dim], found.size[dim]) if size else (0, 1)
+        for indices in itertools.product(*outer) if part.numel else ():
+            row = 0
+            for index, length in zip(indices, size, strict=False):
+                row = row * length + index
+            begin = self.begin + (row * (size[dim] if size else 1) + first) * stride
+            yield begin, begin + count * stride
 
 
 def dtype_name(leaf: str, dtype: torch.dtype) -> str:

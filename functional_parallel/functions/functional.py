@@ -59,6 +59,7 @@ def functional(
         `fn(params, state, *args, **kwargs)` returning `(result, new_state)`. Parameters are keyed by dotted path; a
         tied weight is one leaf. A frozen parameter (`requires_grad=False`) is not in `params`. It is not trained, and
         is a constant that is replicated on all ranks. If all are frozen, as for inference, all are in `params`.
+        `fn.module` is the module.
 
     Raises:
         TypeError: if `module` is not a module.
@@ -108,7 +109,7 @@ def functional(
         return result, {name: tensors[name] for name in state}  # a forward may have assigned new ones
 
     fn.__name__ = fn_of_state.__name__ = type(module).__name__
-    fn.module = module  # type: ignore[attr-defined]
+    fn.module = fn_of_state.module = module  # type: ignore[attr-defined]
     return (fn_of_state, params, state) if buffers else (fn, params)
 
 

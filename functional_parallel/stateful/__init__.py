@@ -14,6 +14,6 @@ from .held import (
 )
 from .held_call import held_argument, new_state_of, require_same_state, run_held
 from .held_leaves import HeldLeaves, leaf_layout, owners_along, peers_of, saved_shapes
-from .sharded import Sharded
+from .sharded import Sharded, filled
 from .signatures import listed, on_one_line, structure_as_text
 from .stateful_program import StatefulProgram

@@ -149,7 +149,7 @@ class Sharded(Held):
                 checkpoint.fill(plan_restore(checkpoint.plan, leaves, mesh), shards)
 
             runtime = partial(default_runtime, mesh)
-            return _filled(saved_shapes(checkpoint), specs, runtime, torch.get_default_device(), fill)
+            return filled(saved_shapes(checkpoint), specs, runtime, torch.get_default_device(), fill)
 
         return newest(Path(path), step, read)
 
@@ -212,7 +212,7 @@ class Sharded(Held):
         def fill(leaves: Sequence[LeafLayout], shards: dict[tuple[int, int], torch.Tensor]) -> None:
             source.fill(plan_restore(source.plan, leaves, mesh), shards)
 
-        return _filled(self.shapes, specs, runtime, device_of(self.handles) or torch.get_default_device(), fill, where)
+        return filled(self.shapes, specs, runtime, device_of(self.handles) or torch.get_default_device(), fill, where)
 
     def source(self, target: Runtime[Any, Any]) -> HeldLeaves:
         """Return the values as the source of a move to the ranks of `target`, with the plan of its full tensors."""
@@ -365,7 +365,7 @@ def _fitting(specs: SpecTree, shapes: PyTree, mesh: Mesh) -> list[P]:
     return found
 
 
-def _filled(
+def filled(
     tree: PyTree,
     specs: SpecTree,
     on: Callable[[], Runtime[Any, Any]],
@@ -373,7 +373,16 @@ def _filled(
     fill: Fill,
     where: Callable[[int], Where] = lambda _: (),
 ) -> Sharded:
-    """Return a tree with shards that `fill` fills. `where` returns the ranks that hold a leaf."""
+    """Return a tree with shards that `fill` fills.
+
+    Args:
+        tree: the tree, of tensors without values.
+        specs: a spec, or a pytree prefix of specs.
+        on: returns the runtime.
+        device: device of the shards, if the runtime does not decide.
+        fill: fills shards, by the index of the leaf and the rank.
+        where: returns the ranks that hold a leaf. By default all do.
+    """
     runtime = on()
     mesh, shards = runtime.mesh, dict[tuple[int, int], torch.Tensor]()
     wanted, device = _fitting(specs, tree, mesh), runtime.device or device

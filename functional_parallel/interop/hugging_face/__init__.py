@@ -1,5 +1,6 @@
-"""Hugging Face models: generation by models as they are."""
+"""Hugging Face models: folders of safetensors in and out, and generation by models as they are."""
 
 from .generation import CausalModel, EncoderDecoderModel, cached_model
+from .pretrained import load_pretrained
 
-__all__ = ["CausalModel", "EncoderDecoderModel", "cached_model"]
+__all__ = ["CausalModel", "EncoderDecoderModel", "cached_model", "load_pretrained"]

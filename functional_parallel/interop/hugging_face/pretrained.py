@@ -1,0 +1,173 @@
+"""Parameters of a Hugging Face folder, read onto the ranks of a mesh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import Mesh
+
+from ...checkpoint import LeafLayout
+from ...errors import CheckpointError
+from ...functions import PyTree, as_local_function, functional
+from ...pipelines import pipeline_of
+from ...runtime import Where, runtime_of
+from ...stateful import Sharded, at_rest, filled
+from ...transforms import Plan, Transform
+from .assembled import Assembled
+from .meta_model import make_buffers, meta_model
+from .weight_names import read_names
+from .weights_folder import WeightsFolder
+
+Values = Mapping[str, Sequence[Assembled]]
+
+
+def load_pretrained(
+    folder: str | Path,
+    mesh: Mesh,
+    plan: Transform | Plan | Callable[[Any], Transform | Plan] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    model_class: Any = None,
+) -> tuple[Callable[..., Any], Sharded]:
+    """Read a Hugging Face folder of safetensors onto a mesh. Each rank reads the slices that it will hold.
+
+    Returns `fn, params`, like `fp.functional` of the model. The model is made without values, from config.json. A tied
+    weight is one parameter. Names are transformers' own: renamed and merged weights of the folder are converted.
+
+    >>> import tempfile, torch, transformers, functional_parallel as fp
+    >>> from sharding_specs import Mesh, rules
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    >>> folder = tempfile.mkdtemp()
+    >>> transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    >>> mesh = Mesh(data=2, tensor=2)
+    >>> plan = fp.chain(fp.tensor_parallel("tensor", rules.llama("tensor")), fp.zero(3, "data"))
+    >>> fn, params = fp.load_pretrained(folder, mesh, plan)
+    >>> def loss(params, **batch):
+    ...     return fn(params, **batch, use_cache=False).loss
+    >>> train = fp.train_step(loss, fp.optim.adamw(1e-4), mesh, plan)
+    >>> tokens = torch.randint(0, 64, (4, 8))
+    >>> state, metrics = train(train.init(params), input_ids=tokens, labels=tokens)
+    >>> fp.save_pretrained(state, tempfile.mkdtemp(), fn)
+
+    Args:
+        folder: the folder, with config.json and `model.safetensors`, or several files and their index.
+        mesh: the mesh.
+        plan: the plan of which the parameters get the layout, or a function that returns it for the model, such as
+            `lambda model: fp.tensor_parallel("tensor", rules_of(model))`. By default all are replicated. Under
+            `fp.pipeline` each parameter is on one rank of its axis; `train.init(params, batch=batch)` moves it to the
+            ranks of the stages that use it.
+        dtype: dtype of the parameters, to which reads convert. By default that of config.json.
+        model_class: class of the model, or an Auto class of transformers. By default the one that config.json names.
+
+    Returns:
+        The function of the model, in the mode `eval` (`fn.module.train()` changes it), and its parameters. A function
+        compiled with the same plan takes them, `train.init` takes them for any plan and mesh of the same processes,
+        and `params.relayout(specs)` moves them.
+
+    Raises:
+        CheckpointError: if the folder has no such model: no config.json, pickles, code of its own (`auto_map`),
+            quantized weights, an unknown model type, paths outside of the folder, or missing or unexpected weights or
+            other shapes, of which the message has the list.
+        DamagedCheckpointError: if a file is cut or damaged.
+        ModuleNotFoundError: without transformers 5.
+    """
+    path = Path(folder)
+    with WeightsFolder(path) as files:
+        found = files.tensors()
+        model = meta_model(path, model_class, dtype, _stored(found))
+        values = read_names(model, found, str(path))
+        plan = plan if plan is None or isinstance(plan, (Plan, Transform)) else plan(model)
+        return _read(files, model, values, mesh, plan)
+
+
+def _stored(found: Mapping[str, Assembled]) -> torch.dtype:
+    return next((x.dtype for x in found.values() if x.is_floating_point()), torch.get_default_dtype())
+
+
+def _read(
+    files: WeightsFolder, model: Any, values: Values, mesh: Mesh, plan: Transform | Plan | None
+) -> tuple[Callable[..., Any], Sharded]:
+    fn, shapes = functional(model)
+    f = as_local_function(fn if plan is None else plan(fn))
+    resolved = f.resolve((shapes,), mesh)
+    if resolved.stacks is not None:
+        raise ValueError("load_pretrained: a Hugging Face model has no stacks of layers: leave specs= of fp.pipeline out")
+    runtime = partial(runtime_of, mesh, f)
+    device = runtime().device or torch.get_default_device()
+    make_buffers(model, values, device)
+    _read_constants(model, {name: value for name, value in values.items() if name not in shapes}, files, device)
+    specs, where = optree.tree_map(at_rest, resolved.arguments[0]), _stages(shapes, mesh, f)
+    sorted_where = [where[name] for name in sorted(shapes)]
+    fill = partial(_fill, files, values, mesh)
+    params = filled(dict(shapes), specs, runtime, device, fill, sorted_where.__getitem__)
+    return functional(model)[0], params
+
+
+def _read_constants(model: Any, values: Values, files: WeightsFolder, device: torch.device) -> None:
+    state = model.state_dict(keep_vars=True)
+    for name, (value, *_) in values.items():
+        full = value.full(files.read, state[name].dtype).to(device)
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        if own in module._buffers:
+            module._buffers[own] = full
+        else:
+            module._parameters[own] = torch.nn.Parameter(full, state[name].requires_grad)
+
+
+def _stages(shapes: Mapping[str, torch.Tensor], mesh: Mesh, f: Any) -> dict[str, Where]:
+    """Return the ranks for each parameter: of a pipeline, one rank of its axis, by the bytes of those before it."""
+    request = pipeline_of(f.applied)
+    if request is None:
+        return dict.fromkeys(shapes, ())
+    sizes = [x.numel() * x.element_size() for x in shapes.values()]
+    count, total = mesh.axis_size(request.axis), max(sum(sizes), 1)
+    middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
+    return {
+        name: ((request.axis, (min(int(middle * count / total), count - 1),)),)
+        for name, middle in zip(shapes, middles, strict=True)
+    }
+
+
+def _fill(
+    files: WeightsFolder,
+    values: Values,
+    mesh: Mesh,
+    leaves: Sequence[LeafLayout],
+    shards: dict[tuple[int, int], torch.Tensor],
+) -> None:
+    filled_elements = Counter[tuple[int, int]]()
+    jobs = [(leaf, part, rank) for rank in {rank: None for _, rank in shards} for leaf, part in _parts(leaves, mesh, rank)]
+    for _, part, rank in jobs:
+        filled_elements[part.held, rank] += part.box.numel
+    for key, shard in shards.items():
+        if filled_elements[key] < shard.numel():
+            shard.zero_()  # padding
+    for leaf, part, rank in jobs:
+        target = part.view(shards[part.held, rank])
+        value, *others = values[leaf.key]
+        value.read(part.box, target, files.read)
+        for other in others:
+            again = torch.empty_like(target)
+            other.read(part.box, again, files.read)
+            if not torch.equal(again, target):
+                raise CheckpointError(
+                    f"{files.path}: {leaf.key} is a tied weight, and {' and '.join(sorted(value.keys() | other.keys()))} "
+                    "differ in the files: set tie_word_embeddings to false in config.json"
+                )
+
+
+def _parts(leaves: Sequence[LeafLayout], mesh: Mesh, rank: int) -> Iterator[tuple[LeafLayout, Any]]:
+    for leaf in leaves:
+        for piece in leaf.pieces:
+            for region in leaf.regions(piece, mesh, mesh.coordinates(rank)):
+                yield from ((leaf, part) for part in region.parts)
