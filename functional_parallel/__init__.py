@@ -58,7 +58,7 @@ from .errors import (
 )
 from .functions import LocalFunction, functional, grad, grad_and_value, hessian, jvp, relayout, vmap
 from .generation import Generated, Generator, generate
-from .interop import PreparedStep, deepspeed, prepare
+from .interop import PreparedStep, deepspeed, load_pretrained, prepare, save_pretrained
 from .ir import abstract
 from .ops import constrain, outputs
 from .ops import keyed_draws as _keyed_draws  # its import registers them
@@ -164,6 +164,7 @@ __all__ = [
     "jvp",
     "launch",
     "layer_costs",
+    "load_pretrained",
     "local_sgd",
     "mixed_precision",
     "optim",
@@ -191,6 +192,7 @@ __all__ = [
     "register_rule",
     "relayout",
     "remat",
+    "save_pretrained",
     "scatter",
     "schedules",
     "search_pipeline",

@@ -1,8 +1,9 @@
 """Checkpoints: sharded, atomic, verified, without pickle, and restored onto any mesh and plan."""
 
-from .files import ShardFile, write_file
+from .disk import Disk
+from .files import ShardFile
 from .folder import TOO_FAST, TRIES, candidates, newest
-from .format import Entry
+from .format import Entry, header
 from .layouts import LeafLayout, Piece, Vector
 from .leaf_names import tree_from_json, tree_keys, tree_to_json
 from .loader_positions import load_position, position_to_json

@@ -1,6 +1,7 @@
 """Entries for scripts and configurations of other libraries, in terms of this one."""
 
 from . import deepspeed, hugging_face
+from .hugging_face import load_pretrained, save_pretrained
 from .parallel_functions import Replica, gather, parallel_apply, replicate, scatter
 from .prepare import PreparedStep, prepare
 
@@ -10,8 +11,10 @@ __all__ = [
     "deepspeed",
     "gather",
     "hugging_face",
+    "load_pretrained",
     "parallel_apply",
     "prepare",
     "replicate",
+    "save_pretrained",
     "scatter",
 ]

@@ -146,7 +146,8 @@ def _fill(
     shards: dict[tuple[int, int], torch.Tensor],
 ) -> None:
     filled_elements = Counter[tuple[int, int]]()
-    jobs = [(leaf, part, rank) for rank in {rank: None for _, rank in shards} for leaf, part in _parts(leaves, mesh, rank)]
+    every = ((leaf, part, rank) for rank in {rank: None for _, rank in shards} for leaf, part in _parts(leaves, mesh, rank))
+    jobs = [(leaf, part, rank) for leaf, part, rank in every if (part.held, rank) in shards]
     for _, part, rank in jobs:
         filled_elements[part.held, rank] += part.box.numel
     for key, shard in shards.items():
