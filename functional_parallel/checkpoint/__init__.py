@@ -8,10 +8,10 @@ from .layouts import LeafLayout, Piece, Vector
 from .leaf_names import tree_from_json, tree_keys, tree_to_json
 from .loader_positions import load_position, position_to_json
 from .moves import Move, MovePlan
-from .opened import Checkpoint, LeafInfo
+from .opened import Checkpoint, LeafInfo, fill_shards
 from .other_formats import consolidate, load
 from .peers import Peers
-from .plan import SavePlan, plan_restore, plan_save
+from .plan import ReadItem, SavePlan, plan_restore, plan_save
 from .saver import Saver, inspect
 from .saving import Contents, Copies, Save, begin_save, require_only
 

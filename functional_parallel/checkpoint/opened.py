@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -182,15 +182,7 @@ class Checkpoint:
         return ShardFile(self.path / name, self.files[name], self.body["sums"])
 
     def fill(self, items: RestorePlan, shards: Mapping[tuple[int, int], torch.Tensor]) -> None:
-        for rank in {rank: None for _, rank in shards}:
-            mine = [item for item in items.rank(rank) if (item.part.held, rank) in shards]
-            covered = Counter[int]()
-            for item in mine:
-                covered[item.part.held] += sum(common.numel for _, common in item.sources)
-            for (index, owner), shard in shards.items():
-                if owner == rank and covered[index] < shard.numel():
-                    shard.zero_()  # padding, and what a larger shape adds
-            self.read(mine, lambda held, rank=rank: shards[held, rank], rank)  # type: ignore[misc]
+        fill_shards(items, shards, self.read)
 
     def read(self, items: Iterable[ReadItem], held: Callable[[int], torch.Tensor], rank: int = 0) -> None:
         """Read boxes into held tensors, by their indices. Each file is read once, from its beginning to its end."""
@@ -234,6 +226,23 @@ class Checkpoint:
             _, rank, _, number, _, _ = rest.removesuffix(".safetensors").split("-")
             found[kind, int(rank) - 1, int(number) - 1] = name
         return found
+
+
+def fill_shards(
+    items: RestorePlan,
+    shards: Mapping[tuple[int, int], torch.Tensor],
+    read: Callable[[Sequence[ReadItem], Callable[[int], torch.Tensor], int], None],
+) -> None:
+    """Fill shards, by the index of the held tensor and the rank. `read` reads the items of a rank into its tensors."""
+    for rank in {rank: None for _, rank in shards}:
+        mine = [item for item in items.rank(rank) if (item.part.held, rank) in shards]
+        covered = Counter[int]()
+        for item in mine:
+            covered[item.part.held] += sum(common.numel for _, common in item.sources)
+        for (index, owner), shard in shards.items():
+            if owner == rank and covered[index] < shard.numel():
+                shard.zero_()  # padding, and what a larger shape adds
+        read(mine, lambda held, rank=rank: shards[held, rank], rank)  # type: ignore[misc]
 
 
 def _shown(leaf: LeafInfo | bool | int | float) -> str:

@@ -7,9 +7,10 @@ import heapq
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,20 @@ import torch
 
 from sharding_specs import Box, Mesh, P
 
-from ...checkpoint import Disk, LeafLayout, Peers, Piece, header, plan_restore
+from ...checkpoint import Disk, LeafLayout, Piece, header, plan_restore
 from ...errors import CheckpointError
-from ...functions import PyTree, functional
+from ...functions import functional
 from ...ir import memory_of
 from ...runtime import device_of, world_size
-from ...stateful import HeldLeaves, Sharded, listed, peers_of
+from ...stateful import Sharded, peers_of
 from ...training import TrainState, parameters_of
 from .assembled import Assembled
-from .weight_names import first_names, written_names
-from .weights_folder import CONFIG, INDEX, SINGLE
+from .weight_names import first_names, require_same, written_names
+from .weights_folder import CONFIG, GENERATION, INDEX, SINGLE
 
-_AT_ONCE = 64 << 20  # bytes that a rank receives before it writes them, or one tensor
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}  # suffixes of a tokenizer's and a processor's files
-_GENERATION = "generation_config.json"
+
+Group = dict[str, Assembled]  # tensors of the folder that are assembled from the same ones of the model
 
 
 def save_pretrained(
@@ -42,10 +43,9 @@ def save_pretrained(
 ) -> None:
     """Write parameters as a Hugging Face folder, which transformers' `from_pretrained` reads. Every process calls it.
 
-    Each rank writes files of its own share of the tensors, which it receives a few at a time. So no rank holds a full
-    model. Conversions and renames of the folder that the model came from are reversed. The folder gets config.json and
-    the generation config of the model, and the tokenizer's files of the folder that the model came from. It appears
-    under its name when it is complete.
+    Each rank writes files of its own share of the tensors, which it receives one at a time. So no rank holds a full
+    model. Conversions and renames of the folder that the model came from are reversed. The folder also gets the configs
+    of the model, and the tokenizer's files of the folder that the model came from. It has its name when it is complete.
 
     Args:
         params: parameters of `fn`: sharded ones, or those of a training state, in the dtype in which they are stored,
@@ -59,65 +59,41 @@ def save_pretrained(
             model's, or a process could not write its part.
         TypeError: if `fn` is no function of a model of transformers.
     """
-    model = getattr(fn, "module", None)
-    if not hasattr(model, "save_pretrained") or model is None:
+    model, folder = getattr(fn, "module", None), Path(folder)
+    if model is None or not hasattr(model, "save_pretrained"):
         raise TypeError(f"save_pretrained: fn is no function of a model of transformers, but of {type(model).__name__}")
     if isinstance(params, TrainState):
         params = parameters_of(params)
     if not isinstance(params, Sharded):
-        size = world_size()
-        params = Sharded.of(dict(params), Mesh(process=size) if size > 1 else Mesh(), P())
-    _require_parameters(params.shapes, functional(model)[1])
-    peers = peers_of(params.runtime())
-    made = _begin(peers, Path(folder))
-    export = _Export(model, params, max_file)
-    problem = export.write(peers, made)
-    peers.agree(problem, "after writing a folder of a model")
-    if peers.rank == 0:
-        try:
-            _complete(made, Path(folder), model, export.files)
-        except OSError as error:
-            problem = f"{error.filename or made}: {error.strerror}"
-    peers.agree(problem, "at the end of a folder of a model")
-
-
-def _require_parameters(given: PyTree, wanted: Mapping[str, torch.Tensor]) -> None:
-    rows = [f"{name}: missing" for name in wanted if name not in given]
-    rows += [f"{name}: unexpected, the model has no such parameter" for name in given if name not in wanted]
-    for name in sorted(given.keys() & wanted.keys()):
-        if given[name].shape != wanted[name].shape:
-            rows.append(f"{name}: {tuple(given[name].shape)}, and {tuple(wanted[name].shape)} in the model")
-    if rows:
-        raise CheckpointError("save_pretrained: these are not the parameters of fn:\n  " + "\n  ".join(listed(rows)))
-
-
-def _begin(peers: Peers, folder: Path) -> Path:
-    made, problem = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}"), ""
-    if peers.rank == 0:
-        try:
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                problem = f"{folder} exists: give save_pretrained a new folder, or remove it"
-            else:
-                made.mkdir(parents=True)
-        except OSError as error:
-            problem = f"{error.filename or made}: {error.strerror}"
+        params = Sharded.of(dict(params), Mesh(process=world_size()), P())
+    shapes = [{name: tuple(x.shape) for name, x in each.items()} for each in (params.shapes, functional(model)[1])]
+    require_same(*shapes, "save_pretrained: these are not the parameters of fn")
+    peers, made, problem = peers_of(params.runtime()), folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}"), ""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        problem = f"{folder} exists: give save_pretrained a new folder, or remove it"
     (made, problem), *_ = peers.exchange((made, problem), "before a folder of a model")
     if problem:
         raise CheckpointError(problem)
-    peers.agree("" if made.is_dir() else f"{made} is not there: all hosts must share it", "before a folder of a model")
-    return made
+    try:
+        problem = _failure(partial(made.mkdir, parents=True), made) if peers.rank == 0 else ""
+        peers.agree(problem, "before a folder of a model")
+        export = _Export(model, params, max_file)
+        peers.agree(export.write(made), "after writing a folder of a model")
+        problem = _failure(partial(_complete, made, folder, model, export.files), made) if peers.rank == 0 else ""
+        peers.agree(problem, "at the end of a folder of a model")
+    except CheckpointError:
+        if peers.rank == 0:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Tensors of the folder that are assembled from the same tensors of the model."""
-
-    names: tuple[str, ...]  # of the model
-    tensors: dict[str, Assembled]  # of the folder
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.tensors.values())
+def _failure(act: Callable[[], None], folder: Path) -> str:
+    """Return what went wrong. The other processes must know it before it is raised."""
+    try:
+        act()
+    except (OSError, CheckpointError) as error:
+        return f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return ""
 
 
 class _Export:
@@ -128,155 +104,117 @@ class _Export:
     """
 
     def __init__(self, model: Any, params: Sharded, max_file: int) -> None:
-        self.params, self.runtime = params, params.runtime()
-        self.constants = _constants(model, params.shapes)
+        self.params, self.runtime, state = params, params.runtime(), model.state_dict()
+        names = dict.fromkeys(first_names(model).values())
+        self.constants = {name: state[name] for name in names if name in state and name not in params.shapes}
         every = {**params.shapes, **self.constants}
         values = {name: Assembled.of_key(name, x.shape, x.dtype) for name, x in every.items()}
-        groups = list(_groups(written_names(model, values)))
-        ranks = list(map(_in_order, _shared_out(groups, params.mesh.size)))
-        self.rounds = [list(_parts(of_rank, _AT_ONCE)) for of_rank in ranks]
-        parts = [(rank, part) for rank, of_rank in enumerate(ranks) for part in _parts(of_rank, max_file)]
-        names = [SINGLE] if len(parts) == 1 else [_name(i, len(parts)) for i in range(len(parts))]
-        self.files = {name: _tensors(part) for name, (_, part) in zip(names, parts, strict=True)}
-        self.owner = {name: rank for name, (rank, _) in zip(names, parts, strict=True)}
+        self.groups = _shared_out(written_names(model, values), params.mesh.size)
+        parts = [(rank, part) for rank, groups in enumerate(self.groups) for part in _parts(groups, max_file)]
+        numbers = (f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts)))
+        self.files = dict(zip([SINGLE] if len(parts) == 1 else numbers, (part for _, part in parts), strict=True))
+        self.owners = [rank for rank, _ in parts]
 
-    def write(self, peers: Peers, folder: Path) -> str:
-        """Write the files of the ranks of this process. Return what went wrong: the others still need its shards."""
-        problem, disk = "", Disk()
+    def write(self, folder: Path) -> str:
+        """Write the files of this process. After a failure, which is returned, others still receive its shards."""
+        places: dict[str, tuple[int, int]] = {}
+        disk = Disk()
         with ExitStack() as opened:
-            try:
-                places = self._open(peers, folder, disk, opened)
-            except (OSError, CheckpointError) as error:
-                problem, places = _told(error, folder), {}
-            source = self.params.source(self.runtime)
-            for number in range(max(map(len, self.rounds), default=0)):
-                for tensors, group in self._moved(source, number):
-                    try:
-                        for key, value in group.tensors.items() if not problem else ():
-                            file, place = places[key]
-                            data = value.full(lambda name, box, into: into.copy_(tensors[name][box.slices]))  # noqa: B023
-                            disk.write(file, memory_of(data), place)
-                    except OSError as error:
-                        problem = _told(error, folder)
+            problem = _failure(partial(self._open, folder, disk, opened, places), folder)
+            for held, group in self._moved():
+                for key, value in group.items() if not problem else ():
+                    data = value.full(partial(_copy, held))
+                    file, place = places[key]
+                    problem = problem or _failure(partial(disk.write, file, memory_of(data), place), folder)
             for file in {file: None for file, _ in places.values()} if not problem else ():
-                disk.sync(file)
+                problem = problem or _failure(partial(disk.sync, file), folder)
         return problem
 
-    def _open(self, peers: Peers, folder: Path, disk: Disk, opened: ExitStack) -> dict[str, tuple[int, int]]:
-        """Create the files of this process. Return the file and the first byte of each tensor."""
-        places: dict[str, tuple[int, int]] = {}
-        for name, tensors in self.files.items():
-            if self.owner[name] in peers.ranks:
-                entries = [(key, x.dtype, Box((0,) * x.ndim, tuple(x.shape))) for key, x in tensors.items()]
-                first, sizes = header(entries), [x.numel() * x.element_size() for x in tensors.values()]
-                file = opened.enter_context(disk.create(folder / name, len(first) + sum(sizes)))
+    def _open(self, folder: Path, disk: Disk, opened: ExitStack, places: dict[str, tuple[int, int]]) -> None:
+        """Create the files of this process. Note the file and the first byte of each tensor."""
+        for rank, (name, tensors) in zip(self.owners, self.files.items(), strict=True):
+            if rank in self.runtime.own_ranks:
+                first = header([(key, x.dtype, Box((0,) * x.ndim, tuple(x.shape))) for key, x in tensors.items()])
+                file = opened.enter_context(disk.create(folder / name, len(first) + _nbytes(tensors)))
                 disk.write(file, memoryview(first), 0)
                 place = len(first)
-                for key, size in zip(tensors, sizes, strict=True):
-                    places[key], place = (file, place), place + size
-        return places
+                for key, x in tensors.items():
+                    places[key], place = (file, place), place + x.numel() * x.element_size()
 
-    def _moved(self, source: HeldLeaves, number: int) -> Iterator[tuple[dict[str, torch.Tensor], _Group]]:
-        """Move the tensors of a round to their ranks. Yield the groups of this process with the full tensors."""
-        mesh, leaves = self.params.mesh, {leaf.key: leaf for leaf in source.plan.leaves}
-        keys = dict(zip(sorted(self.params.shapes), leaves, strict=True))
-        wanted, shards, mine = list[LeafLayout](), dict[tuple[int, int], torch.Tensor](), list[tuple[int, _Group]]()
-        place, held = device_of(source.handles) or torch.device("cpu"), dict[str, int]()
-        for rank, of_rank in enumerate(self.rounds):
-            where = tuple((axis, (index,)) for axis, index in mesh.coordinates(rank).items())
-            for group in of_rank[number] if number < len(of_rank) else ():
-                for name in (name for name in group.names if name not in self.constants):
-                    leaf, held[name] = leaves[keys[name]], len(held)
-                    piece = Piece(P(), (held[name],), None, None, where)
-                    wanted.append(LeafLayout(leaf.kind, leaf.key, leaf.shape, leaf.dtype, (piece,)))
+    def _moved(self) -> Iterator[tuple[Mapping[str, torch.Tensor], Group]]:
+        """Move tensors to their writers, for one group of each rank at a time. Yield those of this process."""
+        mesh, source = self.params.mesh, self.params.source(self.runtime)
+        leaves = dict(zip(sorted(self.params.shapes), source.plan.leaves, strict=True))
+        device = device_of(source.handles) or torch.device("cpu")
+        for groups in zip_longest(*self.groups):
+            wanted, shards, mine = list[LeafLayout](), dict[tuple[int, int], torch.Tensor](), list[Any]()
+            for rank, group in enumerate(groups):
+                held = dict[str, torch.Tensor]()
+                for name in sorted(set[str]().union(*(x.keys for x in (group or {}).values())) & leaves.keys()):
+                    leaf, where = leaves[name], tuple((axis, (at,)) for axis, at in mesh.coordinates(rank).items())
+                    pieces = (Piece(P(), (len(wanted),), None, None, where),)
                     if rank in self.runtime.own_ranks:
-                        shards[held[name], rank] = torch.empty(leaf.shape, dtype=leaf.dtype, device=place)
-                if rank in self.runtime.own_ranks:
-                    mine.append((rank, group))
-        source.fill(plan_restore(source.plan, wanted, mesh), shards)
-        for rank, group in mine:
-            moved = {name: shards.pop((held[name], rank)) for name in group.names if name in held}
-            yield {**moved, **{name: self.constants[name] for name in group.names if name in self.constants}}, group
+                        held[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+                        shards[len(wanted), rank] = held[name]
+                    wanted.append(LeafLayout(leaf.kind, leaf.key, leaf.shape, leaf.dtype, pieces))
+                if group is not None and rank in self.runtime.own_ranks:
+                    mine.append(({**self.constants, **held}, group))
+            source.fill(plan_restore(source.plan, wanted, mesh), shards)
+            yield from mine
 
 
-def _constants(model: Any, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's state that are no parameters, by their first names."""
-    state, first = model.state_dict(), first_names(model)
-    return {name: state[name] for name in dict.fromkeys(first.values()) if name in state and name not in params}
+def _copy(held: Mapping[str, torch.Tensor], name: str, box: Box, target: torch.Tensor) -> None:
+    target.copy_(held[name][box.slices])
 
 
-def _groups(tensors: Mapping[str, Assembled]) -> Iterator[_Group]:
-    of_name: dict[str, list[str]] = {}  # keys of the folder that are in one group, by name in the model
+def _nbytes(group: Group) -> int:
+    return sum(x.numel() * x.element_size() for x in group.values())
+
+
+def _shared_out(tensors: Mapping[str, Assembled], ranks: int) -> list[list[Group]]:
+    """Return the groups that each rank writes: the largest first, each to the rank with the fewest bytes."""
+    groups: dict[frozenset[str], Group] = {}
     for key, value in tensors.items():
-        joined = [key]
-        names = value.keys()
-        for keys in {id(of_name[name]): of_name[name] for name in names if name in of_name}.values():
-            joined += keys
-        for each in {name for one in joined for name in tensors[one].keys()}:
-            of_name[each] = joined
-    for keys in {id(keys): keys for keys in of_name.values()}.values():
-        names = sorted({name for key in keys for name in tensors[key].keys()})
-        yield _Group(tuple(names), {key: tensors[key] for key in sorted(keys)})
-
-
-def _shared_out(groups: Sequence[_Group], ranks: int) -> list[list[_Group]]:
-    """Return the groups of each rank: the largest first, each to the rank with the fewest bytes."""
-    found: list[list[_Group]] = [[] for _ in range(ranks)]
+        groups.setdefault(value.keys, {})[key] = value
+    found: list[list[Group]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
-    for group in sorted(groups, key=lambda group: (-group.nbytes, group.names)):
-        load, rank = heapq.heappop(loads)
+    for group in sorted(groups.values(), key=lambda group: (-_nbytes(group), min(group))):
+        load, rank = loads[0]
         found[rank].append(group)
-        heapq.heappush(loads, (load + group.nbytes, rank))
+        heapq.heapreplace(loads, (load + _nbytes(group), rank))
+    for each in found:  # in a file, elements of larger types come first, so that all are aligned
+        each.sort(key=lambda group: -max(x.element_size() for x in group.values()))
     return found
 
 
-def _in_order(groups: Sequence[_Group]) -> list[_Group]:
-    """Return groups in the order of their file, where elements of larger types come first."""
-    return sorted(groups, key=lambda group: (-max(x.element_size() for x in group.tensors.values()), group.names))
-
-
-def _parts(groups: Sequence[_Group], most: int) -> Iterator[list[_Group]]:
-    """Yield consecutive groups with at most this number of bytes, or one group."""
-    found, size = list[_Group](), 0
+def _parts(groups: Iterable[Group], most: int) -> Iterator[Group]:
+    """Yield the tensors of each file of a rank: of consecutive groups, at most this number of bytes, or one group."""
+    part: Group = {}
     for group in groups:
-        if found and size + group.nbytes > most:
-            yield found
-            found, size = [], 0
-        found.append(group)
-        size += group.nbytes
-    if found:
-        yield found
+        if part and _nbytes(part) + _nbytes(group) > most:
+            yield part
+            part = {}
+        part = part | group
+    if part:
+        yield part
 
 
-def _tensors(groups: Sequence[_Group]) -> dict[str, Assembled]:
-    return {key: value for group in groups for key, value in group.tensors.items()}
-
-
-def _name(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _told(error: Exception, folder: Path) -> str:
-    return f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
-
-
-def _complete(made: Path, folder: Path, model: Any, files: Mapping[str, Mapping[str, Assembled]]) -> None:
+def _complete(made: Path, folder: Path, model: Any, files: Mapping[str, Group]) -> None:
     """Write what is not a tensor, and give the folder its name."""
     config, disk, came_from = copy.deepcopy(model.config), Disk(), Path(model.config.name_or_path or made)
     config.dtype = str(next(iter(model.parameters())).dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     config.save_pretrained(made)
     for each in sorted(came_from.iterdir()) if came_from.is_dir() else ():
-        is_own = each.name == CONFIG or each.name.endswith(".index.json")
-        if each.is_file() and each.suffix in _COPIED and not is_own and each.parent != made:
+        is_own = each.name == CONFIG or each.name.endswith(".index.json") or each.parent == made
+        if each.is_file() and each.suffix in _COPIED and not is_own:
             shutil.copyfile(each, made / each.name)
-    if model.can_generate() and not (made / _GENERATION).exists():
+    if model.can_generate() and not (made / GENERATION).exists():
         model.generation_config.save_pretrained(made)
     if len(files) > 1:
-        sizes = [x.numel() * x.element_size() for tensors in files.values() for x in tensors.values()]
         weight_map = {key: name for name, tensors in files.items() for key in tensors}
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(weight_map.items()))}
-        (made / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        index = {"metadata": {"total_size": sum(map(_nbytes, files.values()))}, "weight_map": weight_map}
+        (made / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     for each in made.iterdir():
         with each.open("rb") as file:
             disk.sync(file.fileno())

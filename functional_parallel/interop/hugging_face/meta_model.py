@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .weights_folder import CONFIG, read_json
+from .weights_folder import CONFIG, GENERATION, read_json
 
 
 def require_transformers() -> ModuleType:
@@ -20,7 +20,8 @@ def require_transformers() -> ModuleType:
         import transformers.conversion_mapping
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"folders of Hugging Face models need transformers 5 ({error}): pip install 'functional-parallel[hugging-face]'"
+            f"folders of Hugging Face models need transformers 5 ({error}): "
+            "pip install 'functional-parallel[hugging-face]'"
         ) from None
     return transformers
 
@@ -48,6 +49,8 @@ def meta_model(folder: Path, model_class: Any, dtype: torch.dtype | None, stored
     dtype = dtype or config.dtype or stored
     with torch.device("meta"):
         model = make(config, dtype=dtype)
+    if (folder / GENERATION).exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     _keep_types(model, dtype)
     return model.eval()
 
@@ -65,16 +68,18 @@ def _config(folder: Path, model_class: Any) -> Any:
         )
     if raw.get("auto_map") and model_class is None:
         raise CheckpointError(
-            f"{path}: auto_map: its code is in the folder ({', '.join(map(str, raw['auto_map'].values()))}), and is not "
-            "run: give model_class=…, a class of transformers or of your own, if it has these weights"
+            f"{path}: auto_map: its code is in the folder ({', '.join(map(str, raw['auto_map'].values()))}), and is "
+            "not run: give model_class=…, a class of transformers or of your own, if it has these weights"
         )
     of_class = getattr(model_class, "config_class", None)
     try:
-        return (of_class or transformers.AutoConfig).from_pretrained(folder, local_files_only=True)
+        if of_class is not None:
+            return of_class.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: transformers {transformers.__version__} does not know model_type {raw.get('model_type')!r}: take a "
-            f"version that does, or give model_class=… ({str(error).splitlines()[0]})"
+            f"{path}: transformers {transformers.__version__} does not know model_type {raw.get('model_type')!r}: "
+            f"take a version that does, or give model_class=… ({str(error).splitlines()[0]})"
         ) from None
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh
+from sharding_specs import Mesh, P
 
-from ...checkpoint import LeafLayout
+from ...checkpoint import LeafLayout, Piece, ReadItem, SavePlan, fill_shards, plan_restore
 from ...errors import CheckpointError
-from ...functions import PyTree, as_local_function, functional
+from ...functions import as_local_function, functional
 from ...pipelines import pipeline_of
 from ...runtime import Where, runtime_of
 from ...stateful import Sharded, at_rest, filled
@@ -100,14 +99,21 @@ def _read(
     f = as_local_function(fn if plan is None else plan(fn))
     resolved = f.resolve((shapes,), mesh)
     if resolved.stacks is not None:
-        raise ValueError("load_pretrained: a Hugging Face model has no stacks of layers: leave specs= of fp.pipeline out")
+        raise ValueError(
+            "load_pretrained: a Hugging Face model has no stacks of layers: leave specs= of fp.pipeline out"
+        )
     runtime = partial(runtime_of, mesh, f)
     device = runtime().device or torch.get_default_device()
     make_buffers(model, values, device)
     _read_constants(model, {name: value for name, value in values.items() if name not in shapes}, files, device)
     specs, where = optree.tree_map(at_rest, resolved.arguments[0]), _stages(shapes, mesh, f)
+    known = [LeafLayout("params", name, tuple(x.shape), x.dtype, (Piece(P()),)) for name, x in shapes.items()]
+
+    def fill(leaves: Sequence[LeafLayout], shards: dict[tuple[int, int], torch.Tensor]) -> None:
+        items = plan_restore(SavePlan(Mesh(), tuple(known)), leaves, mesh)
+        fill_shards(items, shards, partial(_read_into, files, values))
+
     sorted_where = [where[name] for name in sorted(shapes)]
-    fill = partial(_fill, files, values, mesh)
     params = filled(dict(shapes), specs, runtime, device, fill, sorted_where.__getitem__)
     return functional(model)[0], params
 
@@ -138,37 +144,18 @@ def _stages(shapes: Mapping[str, torch.Tensor], mesh: Mesh, f: Any) -> dict[str,
     }
 
 
-def _fill(
-    files: WeightsFolder,
-    values: Values,
-    mesh: Mesh,
-    leaves: Sequence[LeafLayout],
-    shards: dict[tuple[int, int], torch.Tensor],
+def _read_into(
+    files: WeightsFolder, values: Values, items: Sequence[ReadItem], held: Callable[[int], torch.Tensor], rank: int
 ) -> None:
-    filled_elements = Counter[tuple[int, int]]()
-    every = ((leaf, part, rank) for rank in {rank: None for _, rank in shards} for leaf, part in _parts(leaves, mesh, rank))
-    jobs = [(leaf, part, rank) for leaf, part, rank in every if (part.held, rank) in shards]
-    for _, part, rank in jobs:
-        filled_elements[part.held, rank] += part.box.numel
-    for key, shard in shards.items():
-        if filled_elements[key] < shard.numel():
-            shard.zero_()  # padding
-    for leaf, part, rank in jobs:
-        target = part.view(shards[part.held, rank])
-        value, *others = values[leaf.key]
-        value.read(part.box, target, files.read)
+    for item in items:
+        (value, *others), target = values[item.leaf.key], item.part.view(held(item.part.held))
+        value.read(item.part.box, target, files.read)
         for other in others:
             again = torch.empty_like(target)
-            other.read(part.box, again, files.read)
+            other.read(item.part.box, again, files.read)
             if not torch.equal(again, target):
+                names = " and ".join(sorted(value.keys | other.keys))
                 raise CheckpointError(
-                    f"{files.path}: {leaf.key} is a tied weight, and {' and '.join(sorted(value.keys() | other.keys()))} "
-                    "differ in the files: set tie_word_embeddings to false in config.json"
+                    f"{files.path}: {item.leaf.key} is a tied weight, and {names} differ in the files: set "
+                    "tie_word_embeddings to false in config.json"
                 )
-
-
-def _parts(leaves: Sequence[LeafLayout], mesh: Mesh, rank: int) -> Iterator[tuple[LeafLayout, Any]]:
-    for leaf in leaves:
-        for piece in leaf.pieces:
-            for region in leaf.regions(piece, mesh, mesh.coordinates(rank)):
-                yield from ((leaf, part) for part in region.parts)

@@ -1,4 +1,4 @@
-"""Tensors of a model by its own names, from the tensors of a folder, and back: transformers' renames and conversions."""
+"""Tensors of a model by its own names, from those of a folder, and back: transformers renames and converts them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...ir import current_source, warn_at
 from ...stateful import listed
 from .assembled import Assembled
 
+Shape = tuple[int, ...]
+
 _LOADING, _MAPPING = "transformers.core_model_loading", "transformers.conversion_mapping"
 
 
 def first_names(model: Any) -> dict[str, str]:
     """Return the first name of each tensor in the state of a model, by all of its names."""
     first: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    names = [*dict(model.named_parameters()), *state]
-    held = {**dict(model.named_parameters()), **state}
-    return {name: first.setdefault(id(held[name]), name) for name in dict.fromkeys(names)}
+    held = {**dict(model.named_parameters()), **model.state_dict(keep_vars=True)}
+    return {name: first.setdefault(id(x), name) for name, x in held.items()}
 
 
 def read_names(model: Any, found: Mapping[str, Assembled], where: str) -> dict[str, list[Assembled]]:
@@ -66,11 +66,11 @@ def written_names(model: Any, values: Mapping[str, Assembled]) -> dict[str, Asse
 
 
 def _warn_of_full_reads(name: str, value: Assembled, conversion: Any) -> None:
-    if value.is_cut_late():
+    if value.needs_all:
         ops = ", ".join(type(each).__name__ for each in conversion.operations)
         warn_at(
             current_source(),
-            f"load_pretrained: {name}: each rank reads {len(value.keys())} tensors in full, because a slice is not "
+            f"load_pretrained: {name}: each rank reads {len(value.keys)} tensors in full, because a slice is not "
             f"known through all of {ops}",
             RuntimeWarning,
         )
@@ -79,19 +79,22 @@ def _warn_of_full_reads(name: str, value: Assembled, conversion: Any) -> None:
 def _require_names(
     model: Any, first: Mapping[str, str], values: Mapping[str, list[Assembled]], unexpected: set[str], where: str
 ) -> None:
-    known = set(first.values())
-    told = SimpleNamespace(missing_keys=known - values.keys(), unexpected_keys=unexpected | values.keys() - known)
+    known = {name: tuple(x.shape) for name, x in model.state_dict().items() if name in first.values()}
+    told = SimpleNamespace(missing_keys=known.keys() - values.keys(), unexpected_keys=unexpected)
     model._adjust_missing_and_unexpected_keys(told)  # without what the model computes, or does not need
-    missing = told.missing_keys | (dict(model.named_parameters()).keys() - values.keys())
-    state, rows = model.state_dict(), list[str]()
-    for name, value in ((name, value) for name, found in values.items() if name in state for value in found):
-        if value.shape != state[name].shape:
-            rows.append(f"{name}: {tuple(value.shape)} in the files, {tuple(state[name].shape)} in the model")
-    rows += [f"{name}: missing in the files" for name in sorted(missing)]
-    rows += [f"{name}: unexpected, the model has no such tensor" for name in sorted(told.unexpected_keys)]
+    params = dict(model.named_parameters()).keys()
+    wanted = {name: x for name, x in known.items() if name in values or name in params or name in told.missing_keys}
+    given = {name: tuple(x.shape) for name, found in values.items() for x in reversed(found)}
+    given.update(dict.fromkeys(told.unexpected_keys, ()))
+    require_same(given, wanted, f"{where} does not have the weights of {type(model).__name__}")
+
+
+def require_same(given: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:
+    """Check that tensors have the names and shapes of those of a model."""
+    wrong = (name for name in wanted if given.get(name, wanted[name]) != wanted[name])
+    rows = [f"{name}: {given[name]}, in the model {wanted[name]}" for name in wrong]
+    rows += [f"{name}: missing" for name in wanted if name not in given]
+    rows += [f"{name}: unexpected, the model has no such tensor" for name in given if name not in wanted]
     if rows:
-        raise CheckpointError(
-            f"{where} does not have the weights of {type(model).__name__}:\n  "
-            + "\n  ".join(listed(rows))
-            + "\nGive model_class=… the class whose weights these are, or correct config.json"
-        )
+        told = "\n  ".join(listed(rows))
+        raise CheckpointError(f"{what}:\n  {told}\nGive the class whose weights these are, or correct its config")

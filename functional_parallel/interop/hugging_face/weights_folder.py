@@ -17,7 +17,8 @@ from ...errors import CheckpointError, DamagedCheckpointError
 from ...stateful import listed
 from .assembled import Assembled
 
-INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 class WeightsFolder(AbstractContextManager["WeightsFolder"]):
@@ -42,7 +43,7 @@ class WeightsFolder(AbstractContextManager["WeightsFolder"]):
                     self._entries[key] = file, entry
                 if any(entry.box.start):
                     raise CheckpointError(
-                        f"{file.path}: {key!r} is one shard of a tensor: give fp.checkpoint.consolidate the folder first"
+                        f"{file.path}: {key!r} is a shard of a tensor: give fp.checkpoint.consolidate the folder first"
                     )
         lost = [f"{key} in {name}" for key, name in weight_map.items() if key and key not in self._entries]
         if lost:
