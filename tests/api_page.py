@@ -85,6 +85,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Compile and train": (
         "functional",
+        "load_pretrained",
+        "save_pretrained",
         "compile",
         "shard_map",
         "Compiled",

@@ -53,3 +53,11 @@ adamw = fp.optim.adamw(1e-2)
 train = fp.train_step(loss, adamw, mesh, plan)
 state = train.init(params)
 folder = tempfile.mkdtemp()
+
+
+def small_llama():  # a Hugging Face folder
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(folder)
+    return folder

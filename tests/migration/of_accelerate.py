@@ -20,7 +20,8 @@ def left() -> dict[str, Any]:
     """Names of the left sides. Accelerate does not have to be installed for the rest of this module."""
     import accelerate
 
-    names = {name: getattr(accelerate, name) for name in ("Accelerator", "init_empty_weights", "infer_auto_device_map")}
+    plain = ("Accelerator", "init_empty_weights", "infer_auto_device_map", "load_checkpoint_and_dispatch")
+    names = {name: getattr(accelerate, name) for name in plain}
     plugins = ("DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "DataLoaderConfiguration")
     names |= {name: getattr(accelerate.utils, name) for name in plugins}
     return {
@@ -45,6 +46,10 @@ def clamps(optimizer: fp.optim.Optimizer) -> bool:
     gradients = {"w": torch.tensor([3.0, -3.0, 0.1])}
     new, _ = optimizer.update(gradients, optimizer.init(gradients), {"w": torch.zeros(3)})
     return close(new["w"], -0.1 * torch.tensor([0.5, -0.5, 0.1]))
+
+
+def is_on_its_ranks(params: Any) -> bool:
+    return isinstance(params, fp.Sharded) and sorted(params.full()) == sorted(params.shapes)
 
 
 def accumulated(step: Any) -> bool:
@@ -185,4 +190,17 @@ ROWS = [
         lambda found: found[0].step == 1,
     ),
     Row("infer_auto_device_map(module)", limit="device maps"),
+    Row(
+        'load_checkpoint_and_dispatch(module, "folder", device_map="auto")',
+        "fn, params = fp.load_pretrained(small_llama(), mesh, plan)\nparams",
+        is_on_its_ranks,
+        "Of a Hugging Face folder: each rank reads its slices. `train.init(params)` goes on from them.",
+    ),
+    Row(
+        'accelerator.save_model(model, "folder")',
+        "fn, params = fp.load_pretrained(small_llama(), mesh, plan)\n"
+        'fp.save_pretrained(params, f"{folder}/new", fn)\nfp.load_pretrained(f"{folder}/new", mesh, plan)[1]',
+        is_on_its_ranks,
+        "Also of a training state, for `from_pretrained`. Each rank writes its share of the files.",
+    ),
 ]

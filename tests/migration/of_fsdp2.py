@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch.distributed import device_mesh, fsdp, tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
 import functional_parallel as fp
 from sharding_specs import Mesh
@@ -33,6 +38,7 @@ LEFT: dict[str, Any] = {
     "StateDictOptions": StateDictOptions,
     "get_model_state_dict": get_model_state_dict,
     "get_optimizer_state_dict": get_optimizer_state_dict,
+    "set_model_state_dict": set_model_state_dict,
     "checkpoint_wrapper": checkpoint_wrapper,
     "model": Sharded,
     "module": torch.nn.Module,
@@ -160,6 +166,13 @@ ROWS = [
         "state = train.init(lambda: fp.functional(Model())[1])\ntrain(state, x, y)",
         lambda found: found[0].step == 1,
         "Parameters are created leaf by leaf, in their layout. No rank holds the model.",
+    ),
+    Row(
+        "options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)\n"
+        "set_model_state_dict(model, full_state, options=options)",
+        "fn, params = fp.load_pretrained(small_llama(), mesh, plan)\nparams.specs",
+        lambda found: len(found) == 12,
+        "Of a Hugging Face folder. No rank reads or sends the full model.",
     ),
     Row(
         "checkpoint_wrapper(layer)",

@@ -67,7 +67,7 @@ def save_pretrained(
     if not isinstance(params, Sharded):
         params = Sharded.of(dict(params), Mesh(process=world_size()), P())
     shapes = [{name: tuple(x.shape) for name, x in each.items()} for each in (params.shapes, functional(model)[1])]
-    require_same(*shapes, "save_pretrained: these are not the parameters of fn")
+    require_same(shapes[0], shapes[1], "save_pretrained: these are not the parameters of fn")
     peers, made, problem = peers_of(params.runtime()), folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}"), ""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problem = f"{folder} exists: give save_pretrained a new folder, or remove it"
