@@ -1,4 +1,4 @@
-"""A model of transformers with any parameters, and reads of files that are counted."""
+"""Small models: of families, and one with any parameters. Reads of files that are counted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from tests.models.families import FAMILIES, made
 
 transformers = pytest.importorskip("transformers")
+
+
+def model_of(family: str, experts: str = "grouped_mm", **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a small model in float32, and its batch."""
+    model, batch = made(family, experts, **options)
+    return model.float(), {key: x.float() if x.is_floating_point() else x for key, x in batch.items()}
+
+
+def config_of(family: str, **options: Any) -> Any:
+    return model_of(family)[0].config_class(**{**FAMILIES[family].options, **options})
 
 
 class BagConfig(transformers.PreTrainedConfig):  # type: ignore[misc]

@@ -11,78 +11,80 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from sharding_specs import Mesh, P
-from tests.models.test_families import FAMILIES, model_of
+from sharding_specs import Mesh, rules
+from tests.models.families import FAMILIES
+
+from .bags import config_of, model_of
 
 transformers = pytest.importorskip("transformers")
 
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "fc_in", "dense_h_to_4h", "c_fc")
-ROWS = ("o_proj", "out_proj", "down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj", "attention.dense")
+TRAINED = (
+    "Llama",
+    "Qwen3",
+    "Mistral",
+    "Gemma3",
+    "Phi3",
+    "OLMo2",
+    "GPT-NeoX",
+    "Falcon",
+    "OPT",
+    "GPT-2",
+    "GPT-Neo",
+    "Mixtral",
+)
+MESH = Mesh(data=2, tensor=2)
 
 
-def over_tensor(model: torch.nn.Module) -> fp.Transform:
-    """Split the projections of any family that are not fused, and the experts."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        path, _, own = name.rpartition(".")
-        dim = 0 if path.endswith(COLUMNS) or ".experts." in name else 1 if path.endswith(ROWS) else None
-        if dim is not None and parameter.ndim >= 2 and (own == "weight" or ".experts." in name):
-            is_transposed = type(model.get_submodule(path)).__name__ == "Conv1D"
-            found[name] = P(*[None] * (1 - dim if is_transposed else dim), "tensor")
-    assert len(found) >= 4
-    return fp.tensor_parallel("tensor", found)
+def over_both(model: torch.nn.Module) -> fp.Plan:
+    return fp.chain(fp.tensor_parallel("tensor", rules.for_model(model, mesh=MESH)), fp.zero(3, "data"))
 
 
 MESHES: dict[str, tuple[Mesh, Callable[[Any], Any]]] = {
-    "tensor": (Mesh(data=2, tensor=2), lambda model: fp.chain(over_tensor(model), fp.zero(3, "data"))),
-    "pipe": (
-        Mesh(pipe=2, data=2),
-        lambda _: fp.chain(fp.zero(1, "data"), fp.pipeline("pipe", microbatches=2)),
-    ),
+    "tensor": (MESH, over_both),
+    "pipe": (Mesh(pipe=2, data=2), lambda _: fp.chain(fp.zero(1, "data"), fp.pipeline("pipe", microbatches=2))),
 }
 
 
 @pytest.mark.parametrize("on", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.every(13)
 def test_training_between_two_folders(family: str, on: str, tmp_path: Path) -> None:
-    model: Any = model_of(family)
+    model, batch = model_of(family)
     model.save_pretrained(tmp_path / "in", max_shard_size="40KB")
-    tokens = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(0))
     mesh, plan_of = MESHES[on]
     fn, params = fp.load_pretrained(tmp_path / "in", mesh, plan_of)
-    if family == "Mixtral":
+    if FAMILIES[family].experts:
         fn.module.set_experts_implementation("batched_mm")  # streams through a pipeline
     fn.module.train()
 
-    def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor = fn(params, input_ids=tokens, labels=tokens, use_cache=False).loss
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        value: torch.Tensor = fn(params, **batch, use_cache=False).loss
         return value
 
     train = fp.train_step(loss, fp.optim.adamw(1e-3), mesh, plan_of(fn.module))
-    state = train.init(params, batch=tokens)
+    state = train.init(params, batch=batch)
     for _ in range(5):
-        state, _ = train(state, tokens)
+        state, _ = train(state, batch)
     fp.save_pretrained(state, tmp_path / "out", fn)
     read, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for _ in range(5):
         optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        model(**batch, use_cache=False).loss.backward()
         optimizer.step()
     with torch.no_grad():
-        wanted, found = (each.eval()(input_ids=tokens, use_cache=False).logits for each in (model, read))
+        wanted, found = (each.eval()(**batch, use_cache=False).logits for each in (model, read))
     assert (wanted - found).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.every(3)
 def test_a_folder_through_the_ranks_is_the_same_model(family: str, tmp_path: Path) -> None:
-    """Parameters are equal to the bit, and the names in the files are those of transformers' own folder."""
-    model: Any = model_of(family).eval()
+    """Parameters are equal to the bit, and the files have the names and values of transformers' own."""
+    model, _ = model_of(family)
     model.save_pretrained(tmp_path / "in")
-    mesh = Mesh(data=2, tensor=2)
-    fn, params = fp.load_pretrained(tmp_path / "in", mesh, lambda each: fp.chain(over_tensor(each), fp.zero(3, "data")))
+    fn, params = fp.load_pretrained(tmp_path / "in", MESH, over_both)
     _, wanted = fp.functional(model)
     full = params.full()
     assert full.keys() == wanted.keys()
@@ -92,7 +94,8 @@ def test_a_folder_through_the_ranks_is_the_same_model(family: str, tmp_path: Pat
     fp.save_pretrained(params, tmp_path / "out", fn)
     theirs, ours = (_tensors(tmp_path / name) for name in ("in", "out"))
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in theirs)
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out")]
+    type(model).from_pretrained(tmp_path / "in").save_pretrained(tmp_path / "theirs")
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "out")]
     assert configs[0] == configs[1]
 
 
@@ -103,7 +106,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_tied_weights_are_one_leaf_and_one_tensor(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**{**FAMILIES["Llama"][1], "tie_word_embeddings": True})
+    config = config_of("Llama", tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "in")
     fn, params = fp.load_pretrained(tmp_path / "in", Mesh(data=2), fp.zero(3, "data"))
     assert "lm_head.weight" not in params.shapes and "model.embed_tokens.weight" in params.shapes
@@ -116,7 +119,7 @@ def test_tied_weights_are_one_leaf_and_one_tensor(tmp_path: Path) -> None:
 def test_a_tied_weight_that_the_files_have_twice(is_same: bool, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    config = transformers.LlamaConfig(**{**FAMILIES["Llama"][1], "tie_word_embeddings": True})
+    config = config_of("Llama", tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     tensors = _tensors(tmp_path)
     other = tensors["model.embed_tokens.weight"].clone()
@@ -131,8 +134,8 @@ def test_a_tied_weight_that_the_files_have_twice(is_same: bool, tmp_path: Path) 
 
 
 def test_reads_convert_to_a_dtype(tmp_path: Path) -> None:
-    model = model_of("Qwen3")
-    model.save_pretrained(tmp_path / "in")  # type: ignore[operator]
+    model, _ = model_of("Qwen3")
+    model.save_pretrained(tmp_path / "in")
     fn, params = fp.load_pretrained(tmp_path / "in", Mesh(data=2), fp.zero(3, "data"), dtype=torch.bfloat16)
     wanted = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
     assert all(torch.equal(x, wanted[name]) and x.dtype == torch.bfloat16 for name, x in params.full().items())
@@ -142,7 +145,7 @@ def test_reads_convert_to_a_dtype(tmp_path: Path) -> None:
 
 def test_a_folder_of_the_base_model_loads_into_a_class_with_a_head(tmp_path: Path) -> None:
     """Its names lack the base model's prefix; a tied head needs no weight of its own."""
-    config = transformers.GPT2Config(**FAMILIES["GPT-2"][1])
+    config = config_of("GPT-2")
     base = transformers.GPT2Model(config)
     base.save_pretrained(tmp_path)
     _, params = fp.load_pretrained(tmp_path, Mesh(), model_class=transformers.GPT2LMHeadModel)
@@ -150,7 +153,7 @@ def test_a_folder_of_the_base_model_loads_into_a_class_with_a_head(tmp_path: Pat
 
 
 def test_files_beside_the_weights_are_kept(tmp_path: Path) -> None:
-    model_of("Llama").save_pretrained(tmp_path / "in")  # type: ignore[operator]
+    model_of("Llama")[0].save_pretrained(tmp_path / "in")
     kept = {"tokenizer.json": "{}", "merges.txt": "a b", "generation_config.json": '{"top_k": 7}'}
     for name, text in {**kept, "training_args.bin": "x"}.items():
         (tmp_path / "in" / name).write_text(text)
@@ -174,7 +177,7 @@ def test_a_conversion_that_is_not_known_by_boxes_is_read_in_full(tmp_path: Path)
             raise NotImplementedError
 
     name, op = "model.norm.weight", core_model_loading.WeightConverter("norm_of_all", "model.norm.weight", [Doubled()])
-    model_of("Llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    model_of("Llama")[0].save_pretrained(tmp_path)
     from safetensors.torch import save_file
 
     tensors = _tensors(tmp_path)

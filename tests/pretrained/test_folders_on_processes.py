@@ -12,8 +12,9 @@ import torch
 
 import functional_parallel as fp
 from sharding_specs import Mesh, P, local_shape, rules
-from tests.models.test_families import FAMILIES
 from tests.processes import run_on_processes
+
+from .bags import config_of, model_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,11 +65,11 @@ def _held_bytes(params: fp.Sharded, rank: int) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc has the bytes that a process reads")
 @pytest.mark.parametrize("names", [("pipe",), pytest.param(("zero", "tensor"), marks=pytest.mark.slow)], ids=str)
 def test_each_process_reads_its_shards(names: tuple[str, ...], tmp_path: Path) -> None:
-    options = {**FAMILIES["Llama"][1], "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).eval()
+    config = config_of("Llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    model = transformers.LlamaForCausalLM(config).eval()
     folder, small = tmp_path / "in", tmp_path / "small"
     model.save_pretrained(folder, max_shard_size="6MB")
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**FAMILIES["Llama"][1])).save_pretrained(small)
+    model_of("Llama")[0].save_pretrained(small)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     with torch.no_grad():
         wanted = float(model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss)
@@ -98,7 +99,7 @@ def with_a_full_disk(rank: int, folder: str) -> str:
 
 
 def test_what_fails_on_one_process_is_raised_on_all(tmp_path: Path) -> None:
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**FAMILIES["Llama"][1])).save_pretrained(tmp_path / "in")
+    model_of("Llama")[0].save_pretrained(tmp_path / "in")
     for message in run_on_processes(with_a_full_disk, 2, str(tmp_path / "in")):
         assert "rank 1: " in message and "No space left on device" in message
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
