@@ -62,14 +62,19 @@ def init(config: Config, seed: int = 0) -> Any:
 
 def logits(params: Any, tokens: torch.Tensor, config: Config) -> torch.Tensor:
     """Scores of the next byte: (b, t) → (b, t, v)."""
+    x = hidden(params, tokens, config)
+    if config.tied:
+        return einsum(x, params["tokens"], "b t e, v e -> b t v")
+    return einsum(x, params["head"], "b t e, e v -> b t v")
+
+
+def hidden(params: Any, tokens: torch.Tensor, config: Config) -> torch.Tensor:
+    """Normalised values of the last layer: (b, t) → (b, t, e)."""
     x = sequence_split(F.embedding(tokens, params["tokens"]), config)
     for block in params["blocks"]:
         x = residual(x, attention(block, norm(x, block["norm1"])), config)
         x = residual(x, mlp(block, norm(x, block["norm2"])), config)
-    x = norm(x, params["norm"])
-    if config.tied:
-        return einsum(x, params["tokens"], "b t e, v e -> b t v")
-    return einsum(x, params["head"], "b t e, e v -> b t v")
+    return norm(x, params["norm"])
 
 
 def attention(block: Any, x: torch.Tensor) -> torch.Tensor:

@@ -61,23 +61,42 @@ class _Lines:
         pass
 
 
+def curve(rewards: list[float], path: Path, title: str) -> None:
+    """The mean reward of each step, as a picture."""
+    if fp.is_main_rank() and (plt := _pyplot()) is not None:
+        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        axes.plot(range(1, len(rewards) + 1), rewards, color="tab:blue")
+        axes.set(xlabel="step", ylabel="mean reward of the samples", title=title, ylim=(0, 1))
+        _write(figure, path, "plot of the rewards")
+
+
 def plot(losses: list[float], held_out: float, path: Path) -> None:
     """The loss over steps, and what held-out text scored, as a picture."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install functional-parallel[examples])")
+    if (plt := _pyplot()) is None:
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(range(1, len(losses) + 1), losses, linewidth=0.8, color="tab:blue", label="training batch")
     axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held-out files, at the end: {held_out:.3f}")
     axes.axhline(2.4, color="tab:gray", linestyle=":", label="a bigram table: 2.4")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Byte-level GPT")
     axes.legend()
+    _write(figure, path, "loss plot")
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed (pip install functional-parallel[examples])")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _write(figure: Any, path: Path, what: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"loss plot: {path}")
+    figure.clear()
+    print(f"{what}: {path}")

@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     server.communicate()
 
 
-MODULES = {"corpus.py", "gpt.py", "reporting.py"}  # the other examples import them
+MODULES = {"corpus.py", "gpt.py", "reporting.py", "rlhf.py"}  # the other examples import them
 
 
 @pytest.mark.slow

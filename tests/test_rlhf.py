@@ -1,0 +1,172 @@
+"""Examples of reinforcement learning: the functions on any mesh, and the runs on several meshes."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules() -> Iterator[None]:
+    sys.path.insert(0, str(EXAMPLES))
+    yield
+    sys.path.remove(str(EXAMPLES))
+    for name in ("rlhf", "gpt", "reporting"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+def run(script: str, *options: str, folder: Path) -> str:
+    """What an example prints, in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        said = list[str]()
+        patch.setattr(sys, "argv", [script, "--double", "--plot", str(folder / "plot.png"), *options])
+        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(map(str, words))))
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return "\n".join(said)
+
+
+def rewards(text: str) -> list[str]:
+    return re.findall(r"\d+: reward (\S+),", text)
+
+
+def held_out(text: str) -> list[float]:
+    return [float(each) for each in re.findall(r"held out, \w+: reward (\S+)", text)]
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(2, 5), st.integers(0, 99))
+def test_advantages_of_groups_are_white_on_any_mesh(ranks: int, prompts: int, group: int, seed: int) -> None:
+    import rlhf
+
+    scores, f = drawn(seed, ranks * prompts * group), partial(rlhf.group_advantage, group=group)
+    found = fp.compile(fp.partition(f, "data", P("data"), P("data")), Mesh(data=ranks))(scores)
+    by_prompt = found.reshape(-1, group)
+    assert torch.equal(found, f(scores))
+    assert by_prompt.mean(1).abs().max() < 1e-12 and (by_prompt.std(1) - 1).abs().max() < 1e-2
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.floats(0, 1), st.integers(0, 99))
+def test_general_advantages_are_their_sums_of_errors(ranks: int, rows: int, beta: float, seed: int) -> None:
+    """The advantage of a token is the discounted sum of the errors of the critic from there on."""
+    import rlhf
+
+    names = ("old", "reference", "values")
+    batch = {name: drawn(seed + index, ranks * rows, rlhf.ANSWER) for index, name in enumerate(names)}
+    batch["scores"] = drawn(seed + 9, ranks * rows)
+    f = fp.partition(partial(rlhf.general_advantage, beta=beta), "data", (P("data"),), P("data"))
+    found = fp.compile(f, Mesh(data=ranks))(batch)
+    rewards = -beta * (batch["old"] - batch["reference"])
+    rewards[:, -1] += batch["scores"]
+    following = torch.cat([batch["values"][:, 1:], torch.zeros(ranks * rows, 1, dtype=torch.float64)], 1)
+    errors = rewards + following - batch["values"]
+    powers = 0.95 ** torch.arange(rlhf.ANSWER, dtype=torch.float64)
+    sums = torch.stack([(errors[:, t:] * powers[: rlhf.ANSWER - t]).sum(1) for t in range(rlhf.ANSWER)], 1)
+    assert torch.allclose(found["returns"], sums + batch["values"], atol=1e-12)
+    assert torch.allclose(found["advantage"], rlhf.whitened(sums), atol=1e-9)
+
+
+def test_the_reward_model_scores_as_the_rule() -> None:
+    import rlhf
+
+    torch.set_default_dtype(torch.float64)
+    tokens = torch.randint(0, 16, (32, 8), generator=torch.Generator().manual_seed(0))
+    tokens[:8] = (tokens[:8, :1] + torch.arange(8)) % 10
+    tokens[:8, 1:] = (tokens[:8, 1:2] + torch.arange(7)) % 10
+    table = {"table": rlhf.reward_table(16)}
+    digits = tokens.clamp(max=9)
+    assert torch.equal(rlhf.reward(table, digits), rlhf.score(digits)) and rlhf.score(digits).max() == 1
+
+
+def test_a_reward_that_is_not_finite() -> None:
+    import rlhf
+
+    with pytest.raises(ValueError, match=r"2 of 3 rewards are not finite \(sample 1: nan, 2: inf\)"):
+        rlhf.finite(torch.tensor([0.0, float("nan"), float("inf")]))
+
+
+def test_a_preference_lowers_the_loss_of_its_side() -> None:
+    import rlhf
+
+    new = torch.zeros(4, 6, dtype=torch.float64, requires_grad=True)
+    rlhf.preference_loss(new, {"reference": torch.zeros(4, 6, dtype=torch.float64)}).backward()
+    assert new.grad is not None and (new.grad[0::2] < 0).all() and (new.grad[1::2] > 0).all()
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
+def test_the_first_ratio_is_one_and_rewards_are_equal_on_meshes(script: str, tmp_path: Path) -> None:
+    options = ("--steps", "2", "--updates", "1")
+    texts = [
+        run(script, "--mesh", mesh, "--zero", stage, *options, folder=tmp_path)
+        for mesh, stage in (("data=2,tensor=2", "1"), ("data=4", "3"))
+    ]
+    assert rewards(texts[0]) == rewards(texts[1]) and len(rewards(texts[0])) == 2
+    assert all("0: reward" in text and "|ratio − 1| 0.0e+00, divergence 0.0000" in text for text in texts)
+
+
+def test_samples_on_another_mesh_are_the_same(tmp_path: Path) -> None:
+    options = ("--steps", "2", "--mesh", "data=2,tensor=2")
+    other = run("grpo.py", *options, "--sample-mesh", "data=1,tensor=4", folder=tmp_path)
+    assert rewards(run("grpo.py", *options, folder=tmp_path)) == rewards(other)
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
+def test_a_run_goes_on_from_its_checkpoints(script: str, tmp_path: Path) -> None:
+    """All models are saved: the curve is that of one run."""
+    mesh = ("--mesh", "data=2")
+    whole = run(script, *mesh, "--steps", "4", folder=tmp_path)
+    saved = (*mesh, "--save", str(tmp_path / "saved"))
+    parts = [run(script, *saved, "--steps", steps, folder=tmp_path) for steps in ("2", "4")]
+    lines = [re.findall(r"^\d+: .*", text, re.MULTILINE) for text in (whole, *parts)]
+    assert len(lines[0]) == 4 and lines[0] == lines[1] + lines[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
+def test_rewards_rise(script: str, tmp_path: Path) -> None:
+    """60 rewards are equal on three meshes, and answers to prompts that were never trained on improve too."""
+    meshes = (("data=2,tensor=2", "1"), ("data=1", "0"), ("data=4", "3"))
+    texts = [run(script, "--mesh", mesh, "--zero", stage, folder=tmp_path) for mesh, stage in meshes]
+    assert rewards(texts[0]) == rewards(texts[1]) == rewards(texts[2]) and len(rewards(texts[0])) == 60
+    assert float(rewards(texts[0])[-1]) > 0.9
+    before, after = held_out(texts[0])
+    assert after > 0.8 > 0.2 > before
+    assert max(map(float, re.findall(r"divergence (\S+?)[,\n]", texts[0] + "\n"))) < 6
+
+
+@pytest.mark.slow
+def test_without_updates_nothing_rises(tmp_path: Path) -> None:
+    text = run("grpo.py", "--mesh", "data=1", "--updates", "0", "--steps", "20", folder=tmp_path)
+    found = [float(each) for each in re.findall(r"\d+: reward (\S+)", text)]
+    assert len(found) == 20 and max(found) < 0.2
+    before, after = held_out(text)
+    assert before == after
+
+
+@pytest.mark.slow
+def test_dpo_prefers_better_answers(tmp_path: Path) -> None:
+    before, after = held_out(run("grpo.py", "--mesh", "data=2", "--loss", "dpo", folder=tmp_path))
+    assert after > before + 0.3
