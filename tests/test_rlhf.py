@@ -65,7 +65,7 @@ def test_advantages_of_groups_are_white_on_any_mesh(ranks: int, prompts: int, gr
     scores, f = drawn(seed, ranks * prompts * group), partial(rlhf.group_advantage, group=group)
     found = fp.compile(fp.partition(f, "data", P("data"), P("data")), Mesh(data=ranks))(scores)
     by_prompt = found.reshape(-1, group)
-    assert torch.equal(found, f(scores))
+    assert torch.allclose(found, f(scores), rtol=1e-12)
     assert by_prompt.mean(1).abs().max() < 1e-12 and (by_prompt.std(1) - 1).abs().max() < 1e-2
 
 
@@ -116,7 +116,7 @@ def test_a_preference_lowers_the_loss_of_its_side() -> None:
     assert new.grad is not None and (new.grad[0::2] < 0).all() and (new.grad[1::2] > 0).all()
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
+@pytest.mark.parametrize("script", ["grpo.py", pytest.param("ppo.py", marks=pytest.mark.slow)])
 def test_the_first_ratio_is_one_and_rewards_are_equal_on_meshes(script: str, tmp_path: Path) -> None:
     options = ("--steps", "2", "--updates", "1")
     texts = [
@@ -127,13 +127,14 @@ def test_the_first_ratio_is_one_and_rewards_are_equal_on_meshes(script: str, tmp
     assert all("0: reward" in text and "|ratio − 1| 0.0e+00, divergence 0.0000" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_samples_on_another_mesh_are_the_same(tmp_path: Path) -> None:
     options = ("--steps", "2", "--mesh", "data=2,tensor=2")
     other = run("grpo.py", *options, "--sample-mesh", "data=1,tensor=4", folder=tmp_path)
     assert rewards(run("grpo.py", *options, folder=tmp_path)) == rewards(other)
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
+@pytest.mark.parametrize("script", [pytest.param("grpo.py", marks=pytest.mark.slow), "ppo.py"])
 def test_a_run_goes_on_from_its_checkpoints(script: str, tmp_path: Path) -> None:
     """All models are saved: the curve is that of one run."""
     mesh = ("--mesh", "data=2")
