@@ -158,7 +158,7 @@ def test_of_layered_models(name: str, plan: str, count: Counter[str]) -> None:
     assert_same_programs(*lowered(make, *args))
     assert_same_values(make, *args)
     assert count["forward"] >= 2 or (name, plan) in OP_BY_OP
-    assert count["_record"] <= 4 or name in UNLIKE
+    assert count["_record"] <= max(4, count["forward"] // 3) or name in UNLIKE
 
 
 @one_in(29, name=LAYERED, plan=PLANS)
