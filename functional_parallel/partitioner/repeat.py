@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from .. import _torch
 from ..checker import Typing
 from ..collectives import restored, snapshot
-from ..ir import Copy, Rename, Source, Template, explicit_casts, has_slices_of, info, slices_of, update_info
+from ..ir import Copy, Rename, Source, Template, argument, explicit_casts, has_slices_of, info, slices_of, update_info
 from ..rules import Shard
 from ..tracing import Recorder, recorder
 from .copies import FoundValues, Interpreter, Made, TakenValues, is_repeatable, observed, reads_only, recorded
@@ -76,7 +76,7 @@ class CopyRunner:
     def _is_cut(self, node: fx.Node) -> bool:
         """Whether an op takes a slice along a dim that is sharded."""
         place = self.run.values[node.args[0]].place if slices_of([node]) else None
-        return isinstance(place, Shard) and place.dim == node.args[1] % info(node.args[0]).aval.ndim
+        return isinstance(place, Shard) and place.dim == argument(node, "dim") % info(node.args[0]).aval.ndim
 
     def _first(self, copy: Copy, taken: TakenValues) -> _Body | None:
         known, sliced = [dict(value.forms) for value in taken.values], len(self.run.sliced)
