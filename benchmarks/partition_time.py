@@ -4,7 +4,7 @@
     python benchmarks/partition_time.py --layers 12 24 48 96 --old /tmp/before --first-step
 
 Nothing is computed: parameters and tokens are shapes without storage. GPT-3 is 12288 wide with 96 heads over 2048
-tokens; its layers are a plain loop. Hugging Face's Llama, from a
+tokens; its layers are a plain loop, or one with its block marked by `fp.repeated`. Hugging Face's Llama, from a
 configuration with 256 tokens of vocabulary, has its layers as modules. `staging_cases.py` has the models and the plans.
 
 Each row runs in processes of its own, the two checkouts in turn, and cells are medians of `--repeat` runs. Seconds are
@@ -40,7 +40,8 @@ from staging_cases import MODELS, PLANS, Case, model_of
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("traced", "passes", "cut")
 TARGETS = (  # of the deepest model, relative to the old code at the least depth
-    ("trace, partition, derivatives and types", ("loop", "modules"), "traced", 1.2),
+    ("trace, partition, derivatives and types", MODELS, "traced", 1.2),
+    ("whole lowering, marked", ("marked",), "seconds", 2.0),
     ("whole lowering, loop", ("loop",), "seconds", 2.5),
     ("whole lowering, modules", ("modules",), "seconds", 2.5),
 )
@@ -77,7 +78,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48, 96])
-    parser.add_argument("--model", choices=MODELS, nargs="+", default=["loop", "modules"])
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["loop", "marked", "modules"])
     parser.add_argument("--plan", choices=PLANS, nargs="+", default=list(PLANS))
     parser.add_argument("--old", type=Path, metavar="PATH", help="another checkout, measured in turn with this one")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each row")

@@ -1,7 +1,7 @@
 """Models and plans whose staging `partition_time.py` measures.
 
-The layers of a model come in two forms: a plain loop over equal dicts, and an `nn.ModuleList`, as Hugging Face's Llama
-has. Models are on the meta device at the full width of
+The layers of a model come in three forms: a plain loop over equal dicts, the same loop with its block marked by
+`fp.repeated`, and an `nn.ModuleList`, as Hugging Face's Llama has. Models are on the meta device at the full width of
 GPT-3, or small and on the CPU, if they are to run.
 """
 
@@ -28,7 +28,7 @@ import gpt
 
 __all__ = ["MODELS", "PLANS", "Case", "Model", "model_of"]
 
-MODELS = ("loop", "modules")
+MODELS = ("loop", "marked", "modules")
 SAMPLES = 16
 
 
@@ -105,10 +105,10 @@ def model_of(name: str, layers: int, *, small: bool = False) -> Model:
         SystemExit: if the form needs transformers, which is not there.
     """
     with torch.device("cpu" if small else "meta"):
-        return _llama(layers, small) if name == "modules" else _gpt(layers, small)
+        return _llama(layers, small) if name == "modules" else _gpt(layers, small, name == "marked")
 
 
-def _gpt(layers: int, small: bool) -> Model:
+def _gpt(layers: int, small: bool, is_marked: bool) -> Model:
     """GPT-3 with its vocabulary of 50257 rounded up to a multiple of 128, so that a tensor axis divides it."""
     wide = {"embed": 12288, "heads": 96, "time": 2048, "vocab": 128 * math.ceil(50257 / 128)}
     config = gpt.Config(layers, **({"embed": 64, "heads": 4, "time": 16, "vocab": 64} if small else wide))
@@ -118,10 +118,12 @@ def _gpt(layers: int, small: bool) -> Model:
         x = gpt.residual(x, gpt.attention(params, gpt.norm(x, params["norm1"])), config)
         return gpt.residual(x, gpt.mlp(params, gpt.norm(x, params["norm2"])), config)
 
+    block = fp.repeated(layer) if is_marked and hasattr(fp, "repeated") else layer  # an older checkout has no mark
+
     def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
         x = F.embedding(tokens[:, :-1], params["tokens"])
         for each in params["blocks"]:
-            x = layer(each, x)
+            x = block(each, x)
         scores = einsum(gpt.norm(x, params["norm"]), params["head"], "b t e, e v -> b t v")
         return F.cross_entropy(rearrange(scores, "b t v -> (b t) v"), rearrange(tokens[:, 1:], "b t -> (b t)"))
 

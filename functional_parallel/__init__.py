@@ -68,6 +68,7 @@ from .program import Hardware, Line, Price, Program
 from .rules import register_rule
 from .runtime import is_main_rank, launch, rank
 from .stateful import Sharded
+from .tracing import repeated
 from .training import Metrics, TrainState, train_step
 from .transforms import (
     LossScale,
@@ -192,6 +193,7 @@ __all__ = [
     "register_rule",
     "relayout",
     "remat",
+    "repeated",
     "save_pretrained",
     "scatter",
     "schedules",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from .collectives import keeping_grad_mode
 from .draws import GOLDEN, defined, drawn, mixed, places
 from .errors import RandomKeyError
 from .ir import define_op, register_differentiable
-from .tracing import intercept, intercept_op, is_kept
+from .tracing import AmbientKey, ambient_keys, intercept, intercept_op, is_kept
 
 __all__ = ["dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
 
@@ -143,17 +142,6 @@ def _kept(p: float, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@dataclass
-class _Ambient:
-    key: torch.Tensor
-    in_program: bool  # whether it was set inside a function with a cached trace
-    drawn: int = 0  # number of sites so far
-
-
-def _ambient() -> list[_Ambient]:
-    return _torch.of_thread("random", list[_Ambient])  # innermost last
-
-
 @contextmanager
 def using(key: torch.Tensor) -> Iterator[None]:
     """Use a key as the ambient key inside a `with` block. The first draw is site 0, the second is site 1.
@@ -169,16 +157,12 @@ def using(key: torch.Tensor) -> Iterator[None]:
     Args:
         key: an int64 scalar, from `key` or `fold_in`.
     """
-    keys = _ambient()
-    keys.append(_Ambient(key, is_kept()))
-    try:
+    with _torch.pushed(ambient_keys(), AmbientKey(key, is_kept())):
         yield
-    finally:
-        keys.pop()
 
 
 def sites_drawn() -> int:
-    return sum(each.drawn for each in _ambient())
+    return sum(each.drawn for each in ambient_keys())
 
 
 def next_key() -> torch.Tensor:
@@ -197,7 +181,7 @@ def next_key() -> torch.Tensor:
 
 
 def next_site(what: str) -> torch.Tensor:
-    keys = _ambient()
+    keys = ambient_keys()
     if not keys:
         raise RandomKeyError(
             f"{what} draws random numbers, but no key is given: pass key=fp.random.key(seed), wrap the call in "
@@ -208,8 +192,7 @@ def next_site(what: str) -> torch.Tensor:
             f"{what} draws from a key that was set outside a compiled function: all calls would use the first key. "
             "Write `with fp.random.using(key):` inside it, with an argument as key, or use train_step(seed=…)"
         )
-    keys[-1].drawn += 1
-    return fold_in(keys[-1].key, keys[-1].drawn - 1)
+    return fold_in(keys[-1].key, keys[-1].next_site())
 
 
 @intercept(torch.nn.functional.dropout, always=True)

@@ -80,6 +80,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "constrain",
         "outputs",
         "recompute",
+        "repeated",
         "stage_boundary",
         "register_rule",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
 from .stand_in import FakeTensorMode
 from .threads import of_thread, pushed
+from .transforms import disable_functorch
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -55,6 +57,18 @@ def without_constant(fake: torch.Tensor) -> torch.Tensor:
     if isinstance(fake, FakeTensor):
         fake.constant, fake.item_memo = None, None
     return fake
+
+
+def added_attributes(x: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that code has set on a tensor, such as `x.aux = …`, without those of torch itself."""
+    found = vars(x)
+    return {name: found[name] for name in found.keys() - _attributes_of_a_fake()} if found else {}
+
+
+@cache
+def _attributes_of_a_fake() -> frozenset[str]:
+    with disable_functorch(), FakeTensorMode():
+        return frozenset({"_is_param", *vars(torch.empty(()))})
 
 
 def reads_no_memory(error: Exception) -> bool:

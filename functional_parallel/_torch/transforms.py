@@ -11,6 +11,8 @@ import torch
 import torch._functorch.eager_transforms
 from torch._functorch.eager_transforms import _create_differentiable, grad_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from .threads import Replacement, of_thread, pushed
@@ -39,6 +41,11 @@ disable_torch_function = torch._C.DisableTorchFunction  # disables modes that in
 def dispatch_modes() -> list[TorchDispatchMode]:
     """Return the active dispatch modes of this thread, innermost last. An autograd thread has its caller's modes."""
     return _get_current_dispatch_mode_stack()
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the active modes that intercept torch functions, but for a default device."""
+    return [each for each in _get_current_function_mode_stack() if not isinstance(each, DeviceContext)]
 
 
 def backward_number() -> int:

@@ -34,7 +34,7 @@ from .recorded import before_launches, is_recording, recording
 from .repeats import crossing_values, cuts_between_repeats
 from .residuals import forward_nodes, residuals
 from .signature import LeafSignature, TensorSignature, leaf_signature
-from .simplify import forget_values, simplify
+from .simplify import forget_values, frozen, simplify
 from .source import (
     Source,
     at_source,

@@ -11,8 +11,9 @@ import linecache
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from traceback import walk_tb
 from typing import Any
@@ -48,6 +49,9 @@ class Source:
     region: str | None = None  # name of the call of an `fp.recompute` or checkpointed function that contains the op
     implied: bool = field(default=False, compare=False)  # whether the library emitted the op for the line
     stage: int = field(default=0, compare=False)  # number of earlier `fp.stage_boundary` calls of the model
+
+    def is_line_of(self, other: Source) -> bool:
+        return (self.file, self.line, self.function) == (other.file, other.line, other.function)
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}"
@@ -90,6 +94,31 @@ def pass_stage_boundary() -> None:
     counts = _around().stages
     if len(counts) > 1:
         counts[-1] += 1
+
+
+def stages_passed() -> int:
+    return _around().stages[-1]
+
+
+def place_of_call() -> Source:
+    """Return the line that is running now, with its region and stage, also where no line is the user's."""
+    around = _around()
+    region = around.regions[-1] if around.regions else None
+    return current_source() or Source("", 0, "", "", region, stage=around.stages[-1])
+
+
+def moved(first: Source, now: Source) -> Callable[[Source], Source]:
+    """Return the line that an op of a call has in an equal call at another place. Regions inside get new numbers."""
+    regions: dict[str | None, str | None] = {None: None, first.region: now.region}
+
+    def move(source: Source) -> Source:
+        if source.region not in regions:
+            assert source.region is not None
+            regions[source.region] = f"{source.region.rpartition(' ')[0]} {next(_region_numbers)}"
+        line, stage = now if source.is_line_of(first) else source, source.stage + now.stage - first.stage
+        return replace(line, region=regions[source.region], implied=source.implied, stage=stage)
+
+    return move
 
 
 def is_in_region() -> bool:

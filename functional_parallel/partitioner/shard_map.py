@@ -25,7 +25,7 @@ from ..functions import PyTree, SpecTree, filled, with_keywords
 from ..ir import Aval, Traced, current_source, info, leaf_signature, raising_source, recompute_region
 from ..random import sites_drawn
 from ..rules import REPLICATED, convert
-from ..tracing import Recorder, autocast_dtypes, depends_on_layouts, reached_state, recorder, trace
+from ..tracing import ReachedState, Recorder, autocast_dtypes, depends_on_layouts, recorder, trace
 from .region import Border, Region, axis_layout_of, region_node
 
 
@@ -85,18 +85,18 @@ class _Call:
 
     def traced_once(self) -> _Body:
         """Return the traced body. Equal calls share it, unless it reads a traced value or draws random numbers."""
-        state, kept = reached_state(self.f)
+        state = ReachedState(self.f)
         signatures = [leaf_signature(leaf, exact=True) for leaf in self.leaves]
         outs, out_tree = optree.tree_flatten(self.out_specs)
         given = (self.structure, *signatures, *self.operands, self.mesh, *outs, out_tree)
-        key = (state, given, *snapshot().items(), autocast_dtypes())
+        key = (state.key, given, *snapshot().items(), autocast_dtypes())
         known: dict[Any, Any] = self.active.notes.setdefault(_KNOWN, {})
         if key not in known:
             drawn, body = sites_drawn(), self._traced()
             own = any(node.region is not None for each in body[0].body.nodes if (node := info(each).source) is not None)
             if body[1] or own or sites_drawn() != drawn:
                 return body
-            known[key] = body, kept
+            known[key] = body, state.kept
         found: _Body = known[key][0]
         return found
 

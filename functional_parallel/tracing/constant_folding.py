@@ -68,6 +68,7 @@ def value_of(recording: TraceWriter, x: torch.Tensor) -> torch.Tensor | None:
 
     The program is used only while the closed-over tensors that are read here stay the same.
     """
+    recording.values_read += 1
     node = recording.value(x)
     if node is None and isinstance(x, _torch.FakeTensor):
         return None if recording.outer is None else value_of(recording.outer, x)
@@ -97,7 +98,7 @@ def assume_constants(traced: Traced, wanted: fx.Node) -> None:
     for node in topological_order(wanted, _needed, seen):
         seen[node] = None
         if node.op == "get_attr":
-            assume(partial(_content, traced.constants[str(node.target)]))
+            assume(partial(content, traced.constants[str(node.target)]))
 
 
 def fold_constants(
@@ -155,7 +156,7 @@ def _given(recording: TraceWriter, node: fx.Node) -> torch.Tensor | None:
         if value.is_meta:
             return None
         if node in recording.closed_over:
-            assume(partial(_content, value))
+            assume(partial(content, value))
         return value
     if recording.outer is None or node not in traced.captured_inputs:
         return None
@@ -185,6 +186,6 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
         return node.target(*args, **kwargs)
 
 
-def _content(x: torch.Tensor) -> bytes:
+def content(x: torch.Tensor) -> bytes:
     with outside_trace():
         return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

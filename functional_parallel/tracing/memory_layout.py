@@ -9,9 +9,9 @@ the strides of the fake tensor. The fake tensor has the strides of eager torch u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -62,6 +62,15 @@ class _Pair:
     surely: bool  # if not set, it depends on the strides of the source tensor
 
 
+class LayoutsOfCall(NamedTuple):
+    """What is known of the results of the ops of a call."""
+
+    storages: dict[fx.Node, int]
+    makers: dict[int, fx.Node]  # of the storages that the call made
+    unknown: dict[int, str]
+    pairs: list[_Pair]
+
+
 class Layouts:
     """Storages of the tensors of a recording: the op that created each, and whether its strides are known."""
 
@@ -80,23 +89,54 @@ class Layouts:
         self._inputs: dict[fx.Node, int] = {}  # with their numbers
         self._captured: dict[fx.Node, int] = {}
         self._pairs: dict[int, list[_Pair]] = {}
+        self.paired: list[_Pair] = []  # all of them, in order
+        self.strides_read = 0  # times that the function depended on strides
 
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
         if tensor.layout is not torch.strided:
             return
-        with _torch.disable_torch_function():
-            storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         key = storage._cdata
         self._made.setdefault(key, (storage, node))
         self._storage_of[node] = key
 
     def leave_unknown(self, results: Argument, operands: Argument, what: str) -> None:
         """Record that another op than the one called computed these results. Their strides may differ."""
-        given = {_key(_torch.unwrap(x)) for x in _tensors(operands)}
+        given = {storage_key(_torch.unwrap(x)) for x in _tensors(operands)}
         for x in _tensors(results):
-            key = _key(_torch.unwrap(x))
+            key = storage_key(_torch.unwrap(x))
             if key in self._made and key not in given:
                 self._unknown[key] = f"{what} at {current_source() or 'an unknown line'}"
+
+    # --- ops of a call that are copied ---
+
+    def of(self, nodes: Collection[fx.Node], pairs: int) -> LayoutsOfCall:
+        """Return what is known of the results of a call now, before which there were so many pairs."""
+        storages = {node: self._storage_of[node] for node in nodes if node in self._storage_of}
+        makers = {key: self._made[key][1] for key in storages.values() if self._made[key][1] in storages}
+        unknown = {key: self._unknown[key] for key in makers if key in self._unknown}
+        return LayoutsOfCall(storages, makers, unknown, self.paired[pairs:])
+
+    def copy(
+        self, known: LayoutsOfCall, copies: Mapping[fx.Node, fx.Node], tensors: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Record of copies of a call's ops what is known of the ops.
+
+        `tensors` are those in the copies of storages, by number. Copies without a tensor get negative numbers.
+        """
+        keys = {old: storage_key(tensor) for old, tensor in tensors.items()}
+        for old, maker in known.makers.items():
+            key = keys.setdefault(old, -2 - len(self._made))
+            self._made.setdefault(key, (_storage(tensors[old]) if old in tensors else None, copies[maker]))
+            if old in known.unknown:
+                self._unknown[key] = known.unknown[old]
+        self._storage_of.update((copies[node], keys.get(old, old)) for node, old in known.storages.items())
+        for pair in known.pairs:
+            source, result = (keys.get(each, each) for each in (pair.source, pair.result))
+            self._add(replace(pair, source=source, result=result))
+
+    def made_by(self, storage: int) -> fx.Node | None:
+        return self._made.get(storage, (None, None))[1]
 
     # --- ops that depend on strides ---
 
@@ -106,9 +146,10 @@ class Layouts:
 
     def require_read(self, tensor: torch.Tensor, read: LayoutRead) -> None:
         self._node_of(tensor)
-        self._require(_key(tensor), tuple(tensor.shape), read)
+        self._require(storage_key(tensor), tuple(tensor.shape), read)
 
     def _require(self, storage: int, shape: tuple[int, ...], read: LayoutRead) -> None:
+        self.strides_read += 1
         traced, seen = self._traced, set[int]()
         inputs, captured = _numbered(self._inputs, traced.inputs), _numbered(self._captured, traced.captured_inputs)
         for key, node in self._sources(storage, self._required[read.offset], seen):
@@ -121,7 +162,7 @@ class Layouts:
             if node in inputs:
                 traced.layout_reads[inputs[node]] = read.joined(traced.layout_reads.get(inputs[node]))
             elif node in captured and self._outer is not None:
-                self._outer._require(_key(traced.captured[captured[node]]), shape, read)
+                self._outer._require(storage_key(traced.captured[captured[node]]), shape, read)
         for offset in {False, read.offset}:
             self._required[offset] |= seen
 
@@ -144,16 +185,20 @@ class Layouts:
     def pair(self, source: torch.Tensor, result: torch.Tensor, what: str, surely: bool = False) -> None:
         """Record that `result` is a view of `source`: surely, or only if the strides of `source` allow it."""
         what = f"{what} at {current_source() or 'an unknown line'}"
-        pair = _Pair(_key(source), _key(result), tuple(source.shape), what, surely)
+        pair = _Pair(storage_key(source), storage_key(result), tuple(source.shape), what, surely)
+        self._add(pair)
+
+    def _add(self, pair: _Pair) -> None:
+        self.paired.append(pair)
         for key in {pair.source, pair.result}:
             self._pairs.setdefault(key, []).append(pair)
 
     def check_write(self, target: torch.Tensor, op: _torch.Op) -> None:
         """Check that the values changed by a write do not depend on unknown strides."""
-        key = _key(target)
+        key = storage_key(target)
         if key not in self._pairs:
             return
-        living = {_key(tensor) for tensor in self._living() if tensor is not target}
+        living = {storage_key(tensor) for tensor in self._living() if tensor is not target}
         for pair in self._pairs[key]:
             other = pair.result if key == pair.source else pair.source
             if other != key and other not in living:
@@ -180,11 +225,13 @@ def _is_contiguous(node: fx.Node) -> bool:
     return is_copy or node.target in _CONTIGUOUS_RESULTS
 
 
-def _key(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return -1
+def storage_key(tensor: torch.Tensor) -> int:
+    return int(_storage(tensor)._cdata) if tensor.layout is torch.strided else -1
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     with _torch.disable_torch_function():
-        return int(tensor.untyped_storage()._cdata)
+        return tensor.untyped_storage()
 
 
 def _tensors(tree: Argument) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ not needed in the end, and are dropped with the other dead code of the trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -64,6 +64,16 @@ class ViewChains:
                 return node, views[::-1]
             views.append(found[1])
             node = found[0]
+
+    def of(self, nodes: Collection[fx.Node]) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:
+        """Return what is declared of some values now. Later writes change it."""
+        return {node: self._views[node] for node in nodes if node in self._views}, self._roots.intersection(nodes)
+
+    def copy(self, declared: tuple[dict[fx.Node, fx.Node], set[fx.Node]], copies: Mapping[fx.Node, fx.Node]) -> None:
+        """Declare of the copies of values what was declared of the values."""
+        views, roots = declared
+        self._views.update((copies[node], copies.get(view, view)) for node, view in views.items())
+        self._roots.update(map(copies.__getitem__, roots))
 
     def is_root(self, node: fx.Node) -> None:
         """Declare that a value has separate memory, even if a view op such as a transposition computes it."""

@@ -18,7 +18,7 @@ from torch.fx.node import Argument, Target
 
 from .. import _torch
 from ..errors import TracingError
-from ..ir import Args, Aval, Kwargs, NodeInfo, Traced, aval_of, current_source, info, update_info, walk_args
+from ..ir import Args, Aval, Kwargs, NodeInfo, Source, Traced, aval_of, current_source, info, update_info, walk_args
 from .closed_over import ClosedOver, closed_over
 from .memory_layout import Layouts
 from .view_chains import ViewChains
@@ -51,6 +51,9 @@ class TraceWriter(_torch.TorchDispatchMode):
         self._trainable: dict[fx.Node, ClosedOver] = {}  # closed-over tensors that require gradients
         self.zeros: set[fx.Node] = set()
         self._is_unrolling = False
+        self.calls: dict[Any, Any] = {}  # recorded calls, by what they depend on
+        self.sites: dict[fx.Node, tuple[Any, int]] = {}  # constants with the number of a draw from an ambient key
+        self.values_read = 0  # times that the function read the values of a tensor
         self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # shared by nested traces
         self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
         self._thread = threading.get_ident()
@@ -94,6 +97,17 @@ class TraceWriter(_torch.TorchDispatchMode):
 
     def value(self, tensor: torch.Tensor) -> fx.Node | None:
         return self._nodes.get(id(tensor))
+
+    def bindings(self) -> dict[int, tuple[Any, fx.Node]]:
+        """Return the node of each tensor that lives, with a reference to the tensor, by number."""
+        return {key: (self._references[key], node) for key, node in self._nodes.items()}
+
+    def has_written(self, before: dict[int, tuple[Any, fx.Node]]) -> bool:
+        """Whether a tensor with one of these bindings has other values now."""
+        now = self.bindings()
+        return any(
+            key in now and now[key][0] is known and now[key][1] is not node for key, (known, node) in before.items()
+        )
 
     def living(self) -> Iterator[_torch.FakeTensor]:
         references = [reference for key, reference in self._references.items() if key in self._nodes]
@@ -143,11 +157,15 @@ class TraceWriter(_torch.TorchDispatchMode):
 
     def lift(self, func: _torch.Op, value: torch.Tensor) -> torch.Tensor:
         lifted = _torch.without_constant(func(value))
+        self.bind(lifted, self.literal(value, current_source()))
+        return lifted
+
+    def literal(self, value: torch.Tensor, source: Source | None) -> fx.Node:
+        """Add a constant with these values, which the line created."""
         with _torch.disable_modes():
             node = self._constant(value.clone())
-        update_info(node, val=aval_of(value), source=current_source())
-        self.bind(lifted, node)
-        return lifted
+        update_info(node, val=aval_of(value), source=source)
+        return node
 
     # --- nodes of ops ---
 

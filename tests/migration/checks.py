@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = [
     "products",
     "recomputes",
     "same_loop",
+    "traced_twice",
     "trained",
     "trains",
 ]
@@ -130,3 +132,19 @@ def in_body(in_spec: P, out_spec: P, want: torch.Tensor, mesh: Mesh | None = Non
         return close(fp.shard_map(f, mesh or Mesh(tensor=2), in_spec, out_spec)(BODY), want)
 
     return check
+
+
+def traced_twice(f: Any) -> bool:
+    """Of four calls in a model, the trace runs two."""
+    seen: list[Any] = []
+
+    def model(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return f(f(f(f(x, w), w), w), w).sum()  # type: ignore[no-any-return]
+
+    weight = torch.randn(4, 4)
+    sys.setprofile(lambda frame, event, _: seen.append(event) if frame.f_code is f.__wrapped__.__code__ else None)
+    try:
+        value = fp.compile(fp.data_parallel("data")(model), DATA)(weight, x)
+    finally:
+        sys.setprofile(None)
+    return seen.count("call") == 2 and close(value, model(weight, x))

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 import functional_parallel as fp
 from sharding_specs import Mesh
 
-from .checks import DATA, close, counts, in_precision, recomputes, same_loop, trained, trains
+from .checks import DATA, close, counts, in_precision, recomputes, same_loop, traced_twice, trained, trains
 from .names import Model, loss, params, x, y
 from .row import Row
 
@@ -44,6 +44,7 @@ LEFT: dict[str, Any] = {
     "module": torch.nn.Module,
     "torch": torch,
     "Model": Model,
+    "block": torch.nn.Identity(),
 }
 HYBRID = Mesh(replica=2, shard=2)
 
@@ -179,6 +180,12 @@ ROWS = [
         'fp.remat("layers")',
         recomputes,
         "`torch.utils.checkpoint.checkpoint` in the model's code is followed too.",
+    ),
+    Row(
+        "torch.compiler.nested_compile_region(block)",
+        "fp.repeated(lambda h, w: torch.sin(h @ w))",
+        traced_twice,
+        "A block of a model that is called for many layers. A plain loop over equal layers needs no mark.",
     ),
     Row(
         'register_fsdp_forward_method(model, "generate")',

@@ -9,7 +9,7 @@ import torch
 import functional_parallel as fp
 from sharding_specs import Mesh, P
 
-from .checks import BODY, UNCHANGED, close, in_body, products, recomputes
+from .checks import BODY, UNCHANGED, close, in_body, products, recomputes, traced_twice
 from .names import loss, params, x, y
 from .of_deepspeed import repeats_product
 from .row import Row
@@ -180,6 +180,12 @@ ROWS = [
         "fp.compile(fp.grad(plan(loss)), mesh)",
         lambda f: close(f(params, x, y), torch.func.grad(loss)(params, x, y)),
         "`fp.jvp`, `fp.hessian` and `fp.vmap` too.",
+    ),
+    Row(
+        "jax.jit(lambda h, w: jax.numpy.sin(h @ w))",
+        "fp.repeated(lambda h, w: torch.sin(h @ w))",
+        traced_twice,
+        "In a model that calls it for many layers. Outside of `fp.compile` it is the function itself.",
     ),
     Row(
         "jax.checkpoint(f)",

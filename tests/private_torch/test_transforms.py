@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from functional_parallel import _torch
 
@@ -40,6 +40,12 @@ def test_functions_are_not_seen_where_what_sees_them_is_set_aside() -> None:
 
     with Seen(), _torch.disable_torch_function():
         assert torch.ones(2).numpy().tolist() == [1, 1]
+
+
+def test_modes_that_see_functions_are_listed() -> None:
+    with BaseTorchFunctionMode() as outer, BaseTorchFunctionMode() as inner:
+        assert _torch.function_modes() == [outer, inner]
+    assert _torch.function_modes() == []
 
 
 def test_levels_that_a_trace_sets_aside_count() -> None:
@@ -293,3 +299,12 @@ def test_the_sources_of_a_gradient() -> None:
 
     torch.func.grad(loss, (0, 1, 2))(torch.ones(2), torch.ones(2), torch.ones(2))
     assert found == [[[0, 1], [0], [1], [3, 4]]]
+
+
+def test_attributes_that_were_added_to_a_tensor() -> None:
+    with _torch.FakeTensorMode():
+        fake = torch.ones(2)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert [_torch.added_attributes(x) for x in (fake, torch.ones(2), parameter)] == [{}, {}, {}]
+    fake.aux = parameter.aux = 3  # type: ignore[attr-defined]
+    assert [_torch.added_attributes(x) for x in (fake, parameter)] == [{"aux": 3}, {"aux": 3}]

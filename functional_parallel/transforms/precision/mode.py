@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeGuard
 
 import optree
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ...functions import PyTree
 from ...ir import in_main_memory
+from ...tracing import CopyableMode
 from .tables import FP32_INSIDE, FP32_OPS, LOSSES, LOW_PRECISION_OPS, PROMOTE_OPS, WIDE_RANGE_OPS, functions_named
 
 Op = Callable[..., PyTree]
@@ -27,7 +27,7 @@ _same_type = functools.cache(lambda: functions_named(PROMOTE_OPS))
 _with_statistics = functools.cache(lambda: functions_named(["batch_norm", "instance_norm"]))
 
 
-class PrecisionMode(TorchFunctionMode):
+class PrecisionMode(CopyableMode):
     """Mode that computes products in `dtype`, and islands and losses in float32, while it is active.
 
     The result of an island is cast back to the dtype of its first floating operand, except if float16 may not hold it.
@@ -39,6 +39,18 @@ class PrecisionMode(TorchFunctionMode):
         self.dtype = dtype
         self.kept = {id(tensor): tensor for tensor in kept}  # references keep the ids unique
         self.islands, self.asked = _islands() | islands, islands
+
+    @property
+    def state(self) -> Hashable:
+        return self.dtype, self.asked
+
+    def fact(self, x: torch.Tensor) -> bool:
+        """Whether it is kept."""
+        return id(x) in self.kept
+
+    def set_fact(self, x: torch.Tensor, fact: bool) -> None:
+        if fact:
+            self.kept[id(x)] = x
 
     def __torch_function__(
         self, func: Op, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
