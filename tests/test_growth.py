@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 import functional_parallel as fp
 from functional_parallel.ir import repeats
-from functional_parallel.passes.lifetimes import Lifetimes
+from functional_parallel.passes.lifetimes import Lifetimes, MemoryCurve
 from sharding_specs import Mesh, P
 
 from .passes.networks import SPLIT, batch, loss, parameters
@@ -115,16 +115,30 @@ def test_a_deep_pipeline() -> None:
     assert most - more < MOST * (more - few), (few, more, most)
 
 
-def values_met(layers: int) -> int:
-    """How many values the lifetimes of a step look at, whose update has all new parameters as results."""
+def lifetimes(layers: int) -> dict[str, Calls]:
+    """Calls of the lifetimes of a step, whose update has all new parameters as results."""
     train = fp.train_step(loss, fp.optim.adamw(1e-3), ROW, fp.zero(1, "data"), bucket="auto")
     program: Any = train.lower(train.init(parameters(layers, width=4)), *batch(8, width=4))
-    return sum(len(values) for _, _, values in Lifetimes(program.traced, ROW)._ops(set()))
+    return {"lifetimes": counted(lambda: MemoryCurve(Lifetimes(program.traced, ROW)).peak())[1]}
 
 
 def test_lifetimes_of_merged_results() -> None:
-    less, more = values_met(4), values_met(8)
-    assert more <= MOST * less, (less, more)
+    require_linear(lifetimes, (4, 8))
+
+
+def remat_to_a_budget(layers: int) -> dict[str, Calls]:
+    """Calls of the search for as little recomputation as fits, which has choices in each layer. Here none suffices."""
+    step = fp.compile(fp.grad(fp.chain(fp.remat(budget=1), fp.data_parallel("data"))(loss)), ROW)
+
+    def lower() -> None:
+        with pytest.raises(fp.BudgetError):
+            step.lower(parameters(layers), *batch(256))
+
+    return {"budget": counted(lower)[1]}
+
+
+def test_remat_to_a_budget() -> None:
+    require_linear(remat_to_a_budget, (6, 12))
 
 
 def asking(layers: int) -> dict[str, Calls]:

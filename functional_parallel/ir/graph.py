@@ -47,21 +47,19 @@ class Traced:
     def copy(self) -> tuple[Traced, dict[fx.Node, fx.Node]]:
         """Copy the function into a separate graph, for a tentative rewrite. Also return the copy of each node."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        copied = Traced(graph, [], [], dict(self.constants), list(self.captured), [], dict(self.layout_reads))
         for node in self.graph.nodes:
-            if node.op != "output":
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-                set_info(copies[node], info(node))
-                if info(node).forward_node is not None:
-                    update_info(copies[node], forward_node=copies.get(info(node).forward_node, info(node).forward_node))
-        copied = Traced(
-            graph,
-            [copies[node] for node in self.inputs],
-            [copies[output] if isinstance(output, fx.Node) else output for output in self.outputs],
-            dict(self.constants),
-            list(self.captured),
-            [copies[node] for node in self.captured_inputs],
-            dict(self.layout_reads),
-        )
+            known = info(node)
+            if node.op == "call_function":
+                if known.forward_node is not None:
+                    known = known._replace(forward_node=copies.get(known.forward_node, known.forward_node))
+                copies[node] = copied.add_copy(node, copies.__getitem__, known)
+            elif node.op != "output":
+                copies[node] = graph.node_copy(node)
+                set_info(copies[node], known)
+        copied.inputs = [copies[node] for node in self.inputs]
+        copied.captured_inputs = [copies[node] for node in self.captured_inputs]
+        copied.outputs = [copies[output] if isinstance(output, fx.Node) else output for output in self.outputs]
         copied.seal()
         return copied, copies
 
@@ -70,6 +68,13 @@ class Traced:
         node = _torch.add_call(self.graph, op, args, kwargs)
         set_info(node, known)
         return node
+
+    def add_copy(self, node: fx.Node, operand: Callable[[fx.Node], fx.Node], known: NodeInfo) -> fx.Node:
+        """Copy an op of this or another graph to the insertion point, with its operands there."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
+        copy = _torch.add_call(self.graph, node.target, args, kwargs, node.name)
+        set_info(copy, known)
+        return copy
 
     def emit(self, call: CollectiveCall, known: NodeInfo) -> fx.Node:
         return self.call(call.target, call.args, known, call.kwargs)

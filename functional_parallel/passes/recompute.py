@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
-from ..ir import Traced, info, operands_of, reached, set_info
-
-K = TypeVar("K", bound=Hashable)
+from ..ir import Traced, info, operands_of, reached
 
 
 def insert_recompute(
@@ -23,24 +20,22 @@ def insert_recompute(
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(traced.nodes):
-        if not info(node).backward:
+        if dropped.isdisjoint(operands_of(node)) or not info(node).backward:
             continue
-        for needed in sorted(missing_values(node, operands_of, dropped, copies), key=position.__getitem__):
+        for needed in sorted(_missing(node, dropped, copies), key=position.__getitem__):
             with traced.graph.inserting_before(node):
                 taken = {a: copies.get(a, instead.get((needed, a), a)) for a in operands_of(needed)}
-                copy = copies[needed] = traced.graph.node_copy(needed, taken.__getitem__)
-            set_info(copy, info(needed)._replace(backward=True, recomputed=True, forward_node=needed))
+                known = info(needed)._replace(backward=True, recomputed=True, forward_node=needed)
+                copies[needed] = traced.add_copy(needed, taken.__getitem__, known)
         for operand in operands_of(node):
             if operand in copies:
                 node.replace_input_with(operand, copies[operand])
 
 
-def missing_values(
-    op: K, operands: Callable[[K], Iterable[K]], dropped: Collection[K], copies: Collection[K]
-) -> set[K]:
+def _missing(op: fx.Node, dropped: Collection[fx.Node], copies: Collection[fx.Node]) -> dict[fx.Node, None]:
     """Return the dropped values without a copy that an op needs, directly or through other dropped values."""
 
-    def missing(value: K) -> list[K]:
-        return [each for each in operands(value) if each in dropped and each not in copies]
+    def missing(value: fx.Node) -> list[fx.Node]:
+        return [each for each in operands_of(value) if each in dropped and each not in copies]
 
-    return set(reached(missing(op), missing))
+    return reached(missing(op), missing)

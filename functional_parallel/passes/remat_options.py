@@ -11,6 +11,7 @@ The ladder does not depend on a budget, so a looser budget stops lower on the sa
 from __future__ import annotations
 
 import fnmatch
+import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -23,7 +24,7 @@ from ..collectives import COMMUNICATING
 from ..ir import Traced, forward_nodes, info, operands_of, primitive_name, residuals
 from ..program import flops
 from .layer_index import LayerIndex, made_of_parameters
-from .lifetimes import Lifetimes, LifetimeSummary
+from .lifetimes import Lifetimes, LifetimeSummary, MemoryCurve
 from .rematerialize import attention_cores, recomputable
 
 
@@ -84,6 +85,9 @@ class _Move:
         return Fraction(freed, max(self.after.work - self.before.work, 1))
 
 
+_Offer = tuple[Fraction, int, tuple[int, ...], int, int, _Move]  # by which moves are chosen, and its version
+
+
 class RematLadder:
     """The choices of a program, least work first.
 
@@ -108,6 +112,8 @@ class RematLadder:
         self.between = dict(self._between())
         self.surveys: dict[tuple[int, tuple[int, bool]], LifetimeSummary] = {}
         self.runs = [[index] for index in range(len(self.segments))]
+        self.versions = [0] * len(self.segments)  # an offer of an earlier version no longer holds
+        self.offers: dict[tuple[int, frozenset[int] | None], list[_Offer]] = {}  # heaps, by the arguments of `_best`
 
     def _members(self, where: str, apart: Collection[fx.Node]) -> list[list[fx.Node]]:
         chosen = {index for index, name in enumerate(self.layers.names) if fnmatch.fnmatch(name, f"*{where}")}
@@ -169,13 +175,13 @@ class RematLadder:
 
     def rungs(self) -> Iterator[RematOption]:
         """Yield the choices. Each adds nodes to those before it; the first adds none."""
-        dropped: set[int] = set()
-        curve = self.times.curve(dropped)
-        yield RematOption(frozenset(), "nothing", "", curve.peak)
-        while (move := self._best(curve.at)) is not None:
-            dropped |= move.adds
-            curve = self.times.curve(dropped)
-            yield self._taken(move, curve.peak)
+        curve = MemoryCurve(self.times)
+        peak, at = curve.peak()
+        yield RematOption(frozenset(), "nothing", "", peak)
+        while (move := self._best(at)) is not None:
+            curve.drop(move.adds)
+            peak, at = curve.peak()
+            yield self._taken(move, peak)
 
     def rungs_of_rank(
         self, saved: Collection[fx.Node], sent: Collection[fx.Node], peak: int, in_flight: int
@@ -188,29 +194,40 @@ class RematLadder:
         kept = {self.times.number[node] for node in sent if node in self.times.number}
         at = max((self.times.number[node] for node in residuals(self.times.storages.traced)), default=0)
         own = {self.times.number[node] for node in saved if node in self.times.number}
-        members = {index for index, segment in enumerate(self.segments) if not own.isdisjoint(segment.members)}
+        members = frozenset(i for i, segment in enumerate(self.segments) if not own.isdisjoint(segment.members))
         yield RematOption(frozenset(), "nothing", "", peak)
         while (move := self._best(at, members)) is not None:
             peak -= in_flight * (move.before.bytes_at(at) - move.after.bytes_at(at))
             yield self._taken(replace(move, adds=move.adds - kept), peak)
 
-    def _best(self, at: int, members: set[int] | None = None) -> _Move | None:
-        among = (move for move in self._moves() if members is None or members.issuperset(move.segments))
-        moves = [(move.ratio(at), move) for move in among]
-        useful = [(ratio, move) for ratio, move in moves if ratio > 0]
-        if not useful:
-            return None
-        return min(useful, key=lambda pair: (-pair[0], pair[1].length, pair[1].segments))[1]
+    def _best(self, at: int, members: frozenset[int] | None = None) -> _Move | None:
+        """Return the move that frees most bytes at an op per work, of these segments or of all."""
+        if (at, members) not in self.offers:
+            self.offers[at, members] = []
+            for index in range(len(self.segments)):
+                self._offer(index, at, members)
+        heap = self.offers[at, members]
+        while heap:
+            *_, version, move = heapq.heappop(heap)
+            if version == self.versions[move.segments[0]]:
+                return move
+        return None
 
-    def _moves(self) -> Iterator[_Move]:
-        for index, segment in enumerate(self.segments):
-            now, before = segment.dropped(segment.state), self._survey(index, segment.state)
-            for state in segment.states():
-                yield _Move((index,), state, segment.dropped(state) - now, before, self._survey(index, state), 1)
-        for first, move in self.between.items():
-            if self.segments[first].is_whole and self.segments[first + 1].is_whole:
-                length = len(self.runs[first]) + len(self.runs[first + 1])
-                yield replace(move, length=length)
+    def _offer(self, index: int, at: int, members: frozenset[int] | None) -> None:
+        for order, move in enumerate(self._moves(index)):
+            ratio = move.ratio(at)
+            if ratio > 0 and (members is None or members.issuperset(move.segments)):
+                offer = (-ratio, move.length, move.segments, order, self.versions[index], move)
+                heapq.heappush(self.offers[at, members], offer)
+
+    def _moves(self, index: int) -> Iterator[_Move]:
+        segment = self.segments[index]
+        now, before = segment.dropped(segment.state), self._survey(index, segment.state)
+        for state in segment.states():
+            yield _Move((index,), state, segment.dropped(state) - now, before, self._survey(index, state), 1)
+        if index in self.between and segment.is_whole and self.segments[index + 1].is_whole:
+            length = len(self.runs[index]) + len(self.runs[index + 1])
+            yield replace(self.between[index], length=length)
 
     def _survey(self, index: int, state: tuple[int, bool]) -> LifetimeSummary:
         if (index, state) not in self.surveys:
@@ -220,6 +237,7 @@ class RematLadder:
 
     def _taken(self, move: _Move, peak: int) -> RematOption:
         first, what = move.segments[0], "all, and what it hands on,"
+        changed = {first - 1, first}
         if len(move.segments) == 1:
             self.segments[first].state = move.state
             what = self.segments[first].what()
@@ -228,4 +246,9 @@ class RematLadder:
             run = self.runs[first] + self.runs[first + 1]
             for index in run:
                 self.runs[index] = run
+            changed |= {run[0] - 1, run[-1]}
+        for index in changed.intersection(range(len(self.segments))):
+            self.versions[index] += 1
+            for at, members in self.offers:
+                self._offer(index, at, members)
         return RematOption(frozenset(self.node[n] for n in move.adds), what, self.segments[first].name, peak)

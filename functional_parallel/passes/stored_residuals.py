@@ -17,7 +17,7 @@ from sharding_specs import Mesh
 
 from ..checker import Typing
 from ..collectives import bind
-from ..ir import NodeInfo, Traced, info, residuals, set_info
+from ..ir import NodeInfo, Traced, info, residuals
 from ..program import view_base
 from ..tracing import trace
 from .program_pass import Phase, ProgramPass, Scope, Settings, Unit
@@ -94,7 +94,7 @@ def call_inline(
         body = trace(f, avals, types=types, on_node=Typing(mesh.shape))
     values = dict(zip(body.inputs, operands, strict=True))
     for node in body.nodes:
-        values[node] = traced.graph.node_copy(node, values.__getitem__)
         made = info(node)._replace(source=like.source, forward_node=like.forward_node)
-        set_info(values[node], made._replace(backward=like.backward, recomputed=like.recomputed))
+        made = made._replace(backward=like.backward, recomputed=like.recomputed)
+        values[node] = traced.add_copy(node, values.__getitem__, made)
     return [values[output] for output in body.outputs]

@@ -10,7 +10,6 @@ from torch import fx
 
 from sharding_specs import Mesh, P
 
-from .. import _torch
 from ..collectives import Type
 from ..ir import NodeInfo, Traced, axes_of_nodes, info, operands_of, reached, set_info, update_info
 from ..program import Program
@@ -103,8 +102,7 @@ class Extractor:
 
     def copied(self, node: fx.Node, new: Traced, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """Copy an op to the end of another graph, with its operands there. Return the copy."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
-        return self.with_info_of(node, _torch.add_call(new.graph, node.target, args, kwargs, node.name))
+        return new.add_copy(node, operand, self.info_of(node))
 
     def program(
         self,

@@ -18,13 +18,17 @@ def aligned(size: int) -> int:
 
 def places(count: int, length: int, itemsize: int) -> list[slice]:
     """Return the slices of the pieces of each tensor: one for the full tensor, or several of equal size."""
-    if count * aligned(length * itemsize) <= AT_ONCE:
-        return [slice(0, length)]
-    step = max(PIECE // count // ALIGNMENT, 1) * ALIGNMENT // itemsize
-    return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]
+    step = _piece(count, length, itemsize)
+    return [slice(begin, min(begin + step, length)) for begin in range(0, max(length, 1), step)]
 
 
 def slot_bytes(count: int, length: int, itemsize: int) -> int:
     """Return the bytes that a collective uses in every rank's memory. The arguments are those of `places`."""
-    found = places(count, length, itemsize)
-    return min(len(found), 2 * AHEAD) * count * aligned(found[0].stop * itemsize)
+    step = _piece(count, length, itemsize)
+    return min(-(-length // step), 2 * AHEAD) * count * aligned(min(step, length) * itemsize)
+
+
+def _piece(count: int, length: int, itemsize: int) -> int:
+    if count * aligned(length * itemsize) <= AT_ONCE:
+        return max(length, 1)
+    return max(PIECE // count // ALIGNMENT, 1) * ALIGNMENT // itemsize

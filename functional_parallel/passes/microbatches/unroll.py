@@ -210,9 +210,7 @@ class _Unroll:
         return new
 
     def _copy(self, node: fx.Node, values: dict[fx.Node, fx.Node]) -> fx.Node:
-        new = self.graph.node_copy(node, lambda a: values[a] if a in values else self.once[a])
-        set_info(new, info(node))
-        return new
+        return self.result.add_copy(node, lambda a: values[a] if a in values else self.once[a], info(node))
 
     def _output(self, output: fx.node.Argument, spec: P) -> fx.node.Argument:
         if not isinstance(output, fx.Node):
