@@ -230,7 +230,7 @@ class P:
             for dim, axes in enumerate(self.dim_axes())
             if dim < len(shape) and shape[dim] % mesh.axis_size(axes) and len(axes) == len(self._dims[dim])
         }
-        return self.replace(padded=uneven)
+        return self if uneven == self.padded and self.named == len(self._dims) else self.replace(padded=uneven)
 
     def divided(self, further: P, mesh: Mesh) -> P:
         """Return the spec of shards that `further` splits again. On a dim of both, its axes are the inner ones.

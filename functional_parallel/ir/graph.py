@@ -111,9 +111,8 @@ class Traced:
 
     def seal(self) -> None:
         """Set the output node of the graph from `outputs`, and erase nodes that no output needs."""
-        for node in list(self.graph.nodes):
-            if node.op == "output":
-                self.graph.erase_node(node)
+        for node in list(self.graph.find_nodes(op="output")):
+            self.graph.erase_node(node)
         self.graph.output(tuple(self.outputs))
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("call_function", "get_attr") and not node.users:

@@ -27,7 +27,7 @@ def forward_nodes(traced: Traced) -> list[fx.Node]:
     later: set[fx.Node] = set()
     found = []
     for node in traced.nodes:
-        if info(node).backward or any(operand in later for operand in operands_of(node)):
+        if info(node).backward or not later.isdisjoint(operands_of(node)):
             later.add(node)
         else:
             found.append(node)

@@ -66,10 +66,9 @@ class RecomputeMarked(ProgramPass):
     is_implied: ClassVar[bool] = True
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
-        forward = forward_nodes(traced)
-        regions = {node: source.region if (source := source_of(node)) else None for node in forward}
+        regions = {node: source.region if (source := source_of(node)) else None for node in traced.nodes}
         if any(region is not None for region in regions.values()):
-            insert_recompute(traced, recomputable(forward, regions))
+            insert_recompute(traced, recomputable(forward_nodes(traced), regions))
 
 
 def recomputable(forward: Sequence[fx.Node], segments: Mapping[fx.Node, Hashable]) -> set[fx.Node]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 
 import torch
 from torch import fx
+from torch.fx.node import Target
 
 from ..ir import Traced, first_operand, info, operands_of, primitive_name, reached, viewed_argument
 from ..ops import PACK, UNPACK_INTO
@@ -17,7 +19,11 @@ _MAY_SHARE_MEMORY = {aten._unsafe_view.default, aten.reshape.default, aten.conti
 
 
 def shares_memory(node: fx.Node) -> bool:
-    target = node.target
+    return _shares_memory(node.target)
+
+
+@lru_cache(maxsize=4096)
+def _shares_memory(target: Target) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True
     return target in _MAY_SHARE_MEMORY or any(each.alias_info is not None for each in target._schema.returns)
@@ -32,14 +38,18 @@ def view_base(node: fx.Node) -> fx.Node | None:
 
 
 def mutated_operands(node: fx.Node) -> list[fx.Node]:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
     written: list[fx.Node] = []
-    for index, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs[argument.name]
-            written += value if isinstance(value, (list, tuple)) else [value]
+    for index, name in _mutated_arguments(node.target):
+        value = node.args[index] if index < len(node.args) else node.kwargs[name]
+        written += value if isinstance(value, (list, tuple)) else [value]
     return written
+
+
+@lru_cache(maxsize=4096)
+def _mutated_arguments(target: Target) -> tuple[tuple[int, str], ...]:
+    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
+    found = ((index, each.name, each.alias_info) for index, each in enumerate(arguments))
+    return tuple((index, name) for index, name, alias in found if alias is not None and alias.is_write)
 
 
 def _may_alias(node: fx.Node) -> bool:

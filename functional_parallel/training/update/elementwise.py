@@ -120,7 +120,7 @@ def _is_close(a: PyTree, b: PyTree) -> bool:
         return a is b or bool(a == b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not is_trained(a):
+    if torch.equal(a, b) or not is_trained(a):
         return torch.equal(a, b)
     bound = torch.finfo(a.dtype).eps ** 0.5
     return torch.allclose(a, b, rtol=bound, atol=bound, equal_nan=True)
