@@ -102,13 +102,8 @@ def _key(node: fx.Node) -> Hashable | None:
     return key
 
 
-_ATOMS = {fx.Node, int, bool, str, type(None), torch.dtype}
-
-
 def frozen(value: Argument) -> Hashable:
     """Return an argument of an op as a key that distinguishes types and the bits of numbers."""
-    if type(value) in _ATOMS:
-        return (type(value).__name__, value)
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *map(frozen, value))
     if isinstance(value, dict):

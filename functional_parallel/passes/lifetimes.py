@@ -6,6 +6,7 @@ Many choices can be weighed in the time of one rewrite.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections import defaultdict
@@ -35,7 +36,7 @@ class Lifetimes:
     """The ops of a program by number. Copies do not read values of `elsewhere`: they are gathered again."""
 
     def __init__(self, traced: Traced, mesh: Mesh, elsewhere: Collection[fx.Node] = ()) -> None:
-        self.mesh, self.storages = mesh, StorageTable("", traced)
+        self.storages = StorageTable("", traced)
         self.nodes = self.storages.nodes
         self.number = {node: index for index, node in enumerate(self.nodes)}
         self.elsewhere = {self.number[node] for node in elsewhere if node in self.number}
@@ -51,7 +52,7 @@ class Lifetimes:
         }
         self.held = sum(size for (node, _), size in self.storages.sizes.items() if node not in self.number)
         self.outputs = {self.number[out] for out in traced.outputs if isinstance(out, fx.Node) and out in self.number}
-        self._works: dict[int, int] = {}
+        self._work = functools.cache(lambda value: recompute_cost(self.nodes[value], mesh))
         self.results = {part for out in traced.outputs if isinstance(out, fx.Node) for part in self._parts_of(out)}
 
     def _parts_of(self, node: fx.Node) -> list[StorageId]:
@@ -78,11 +79,6 @@ class Lifetimes:
                     _widen(spans, (part, is_copy), start, needed[value][1])
         intervals = tuple((start, end, self.size[part]) for (part, _), (start, end) in spans.items())
         return LifetimeSummary(intervals, sum(self._work(value) for value in again if value in needed))
-
-    def _work(self, value: int) -> int:
-        if value not in self._works:
-            self._works[value] = recompute_cost(self.nodes[value], self.mesh)
-        return self._works[value]
 
     def _needed(self, members: Sequence[int], again: set[int]) -> dict[int, tuple[int, int]]:
         """Return the first and the last op of the backward at which each value, or its copy, is needed."""
@@ -170,9 +166,8 @@ class MemoryCurve:
                     born[lies_in_copy] = self._at(value, is_copy)
                 last[lies_in_copy] = max(self._last[value, is_copy], last.get(lies_in_copy, 0))
         size = self.times.size[part]
-        changes = [(2 * place, size) for place in born.values()]
         dies = [is_copy for is_copy in born if is_copy or part not in self.times.results]
-        changes += [(2 * last[is_copy] + 1, -size) for is_copy in dies]
+        changes = [*((2 * born[each], size) for each in born), *((2 * last[each] + 1, -size) for each in dies)]
         self._entered[part] = changes if size else []
         for place, change in self._entered[part]:
             self._changes[place] += change

@@ -19,11 +19,7 @@ _MAY_SHARE_MEMORY = {aten._unsafe_view.default, aten.reshape.default, aten.conti
 
 
 def shares_memory(node: fx.Node) -> bool:
-    return _shares_memory(node.target)
-
-
-@lru_cache(maxsize=4096)
-def _shares_memory(target: Target) -> bool:
+    target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
     return target in _MAY_SHARE_MEMORY or any(each.alias_info is not None for each in target._schema.returns)
