@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from .blocks import Blocks, lengths
 from .mesh import Mesh
 from .spec import P
 
@@ -84,26 +85,39 @@ def rank_boxes(shape: Sequence[int], spec: P, mesh: Mesh, coordinates: Mapping[s
 
 
 def _ranges(
-    size: int, factors: Sequence[str | int], mesh: Mesh, coordinates: Mapping[str, int]
+    size: int, factors: Sequence[str | Blocks], mesh: Mesh, coordinates: Mapping[str, int]
 ) -> list[tuple[int, int, int]]:
     """Return (start, start in the shard, length) for each range of one dim that a rank holds."""
     if not factors:
         return [(0, 0, size)] if size else []
-    counts = [mesh.axis_size(f) if isinstance(f, str) else f for f in factors]
-    block = -(-size // math.prod(counts))
-    indices = [[coordinates[f]] if isinstance(f, str) else range(f) for f in factors]
-    found: list[tuple[int, int, int]] = []
-    for local, digits in enumerate(itertools.product(*indices)):
-        start, stop, length = 0, size, size
-        for digit, count in zip(digits, counts, strict=True):
-            length = -(-length // count)
-            start += digit * length
-            stop = min(stop, start + length)
+    blocks = [(0, size, size)]  # begin, stop, length with padding
+    for factor in factors:
+        if isinstance(factor, tuple):
+            blocks = [piece for each in blocks for piece in _pieces(*each, factor)]
+            continue
+        digits = [coordinates[factor]] if isinstance(factor, str) else range(factor)
+        count = mesh.axis_size(factor) if isinstance(factor, str) else factor
+        cut = [(begin, stop, -(-length // count)) for begin, stop, length in blocks]
+        blocks = [
+            (begin + digit * part, min(stop, begin + (digit + 1) * part), part)
+            for begin, stop, part in cut
+            for digit in digits
+        ]
+    found, local = list[tuple[int, int, int]](), 0
+    for start, stop, length in blocks:
         if found and sum(found[-1][::2]) == start < stop:  # blocks of an axis with one rank are adjacent
             found[-1] = (*found[-1][:2], stop - found[-1][0])
         elif start < stop:
-            found.append((start, local * block, stop - start))
+            found.append((start, local, stop - start))
+        local += length
     return found
+
+
+def _pieces(begin: int, stop: int, length: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield the unequal blocks of a block (begin, stop, length). They are not padded."""
+    parts = lengths(sizes, length)
+    for at, part in zip(itertools.accumulate(parts, initial=begin), parts, strict=False):
+        yield at, min(stop, at + part), part
 
 
 def holders(box: Box, shape: Sequence[int], spec: P, mesh: Mesh) -> Iterator[dict[str, int]]:
@@ -127,7 +141,7 @@ def holders(box: Box, shape: Sequence[int], spec: P, mesh: Mesh) -> Iterator[dic
 
 
 def _coordinates(
-    start: int, length: int, size: int, factors: Sequence[str | int], mesh: Mesh
+    start: int, length: int, size: int, factors: Sequence[str | Blocks], mesh: Mesh
 ) -> list[tuple[tuple[str, int], ...]]:
     found: list[tuple[int, int, int, tuple[tuple[str, int], ...]]] = [
         (0, size, size, ())
@@ -135,6 +149,10 @@ def _coordinates(
     for factor in factors:
         blocks, found = found, []
         for begin, stop, block, digits in blocks:
+            if isinstance(factor, tuple):
+                pieces = _pieces(begin, stop, block, factor)
+                found += [(*each, digits) for each in pieces if each[0] < start + length and start < each[1]]
+                continue
             part = -(-block // (mesh.axis_size(factor) if isinstance(factor, str) else factor))
             for digit in range(max(start - begin, 0) // part, -(-(min(stop, start + length) - begin) // part)):
                 own = ((factor, digit),) if isinstance(factor, str) else ()

@@ -8,6 +8,7 @@ from typing import TypeVar
 import optree
 import torch
 
+from .blocks import Blocks, by_block, by_rank, units
 from .errors import SpecError
 from .mesh import Mesh
 from .pytree import SpecTree, Tree
@@ -77,7 +78,7 @@ def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
     sizes = list(shape)
     for dim, axes in enumerate(spec.dim_axes()):
         blocks = mesh.axis_size(axes)
-        if not any(isinstance(factor, int) for factor in spec.dims[dim]):
+        if all(isinstance(factor, str) for factor in spec.dims[dim]):
             sizes[dim] = -(-sizes[dim] // blocks) * blocks
     return tuple(sizes)
 
@@ -211,15 +212,17 @@ def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = F
         for axis in spec.dim_axes()[dim]:
             length = -(-x.shape[dim] // mesh.axis_size(axis))
             x = _filled(x, dim, length * mesh.axis_size(axis)).narrow(dim, coordinates[axis] * length, length)
-    for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: -placement.outer):
+    for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: -units(placement.outer)):
         size = mesh.axis_size(axis)
         if dim in spec.padded:
             continue
         if outer == 1:
             length = x.shape[dim] // size
             x = x.narrow(dim, coordinates[axis] * length, length)
-        else:
+        elif isinstance(outer, int):
             x = x.unflatten(dim, (outer, size, -1)).select(dim + 1, coordinates[axis]).flatten(dim, dim + 1)
+        else:
+            x = by_rank(x, dim, outer, size).unflatten(dim, (size, -1)).select(dim, coordinates[axis])
     if any(coordinates[axis] for axis in spec.unreduced):  # partial sums: one rank has the value
         x = torch.zeros_like(x)
     return spec.store(x)
@@ -259,9 +262,9 @@ def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Te
     return values[0]
 
 
-def gathers(spec: P, mesh: Mesh) -> Iterator[tuple[str, int, int, int | None]]:
+def gathers(spec: P, mesh: Mesh) -> Iterator[tuple[str, int, Blocks, int | None]]:
     """Yield (axis, dim, blocks outside, length without padding) of the gathers that make a shard a full tensor."""
-    for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: placement.outer):
+    for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: units(placement.outer)):
         if dim not in spec.padded:
             yield axis, dim, outer, None
     for dim in spec.padded:  # the innermost axis first: its padding is at the end of what it splits
@@ -269,9 +272,11 @@ def gathers(spec: P, mesh: Mesh) -> Iterator[tuple[str, int, int, int | None]]:
             yield axis, dim, 1, length
 
 
-def _joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor], dim: int, outer: Blocks) -> torch.Tensor:
     if outer == 1:
         return torch.cat(parts, dim)
+    if isinstance(outer, tuple):
+        return by_block(torch.cat(parts, dim), dim, outer, len(parts))
     return torch.stack([part.unflatten(dim, (outer, -1)) for part in parts], dim + 1).flatten(dim, dim + 2)
 
 

@@ -1,4 +1,4 @@
-"""String form of a spec: an einops pattern with an optional `/axis` after a factor."""
+"""String form of a spec: an einops pattern with an optional `/axis` after a factor, and `2+1+1` for unequal blocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from typing import Any
 
 from einops.parsing import AnonymousAxis, ParsedExpression
 
+from .blocks import Blocks, blocks_of
+
+_SIZES = re.compile(r"(?<![\w+])\d+(?:\+\d+)+(?![\w+])")  # of unequal blocks
 _SHARDED = re.compile(r"([A-Za-z0-9_]+)/(\(([^()]*)\)|[A-Za-z_][A-Za-z0-9_]*)")
 
 
-def parse_dims(text: str, sizes: Mapping[str, int]) -> list[tuple[str | int, ...]]:
+def parse_dims(text: str, sizes: Mapping[str, Blocks]) -> list[tuple[str | Blocks, ...]]:
     """Return, per dim of a spec string, its sharded factors and the sizes of the factors outside them.
 
     >>> parse_dims("embed (3 heads/tensor dim)", {})
     [(), (3, 'tensor')]
     """
     axes: dict[str, tuple[str, ...]] = {}
+    sums: dict[str, Blocks] = {}
+
+    def name_of(match: re.Match[str]) -> str:
+        name = f"blocks{len(sums)}"
+        sums[name] = blocks_of([int(size) for size in match.group().split("+")])
+        return name
 
     def take(match: re.Match[str]) -> str:
         name, target, several = match.group(1), match.group(2), match.group(3)
@@ -27,7 +36,8 @@ def parse_dims(text: str, sizes: Mapping[str, int]) -> list[tuple[str | int, ...
         axes[name] = named
         return name
 
-    plain = _SHARDED.sub(take, text)
+    plain = _SHARDED.sub(take, _SIZES.sub(name_of, text))
+    sizes = {**sizes, **sums}
     if "/" in plain:
         raise ValueError(f"spec {text!r}: a '/' must be between a dim's name and a mesh axis, 'vocab/tensor'")
     try:
@@ -55,10 +65,10 @@ def _name(factor: str | AnonymousAxis) -> str:
 
 
 def _factors(
-    names: list[str], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], text: str
-) -> tuple[str | int, ...]:
+    names: list[str], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, Blocks], text: str
+) -> tuple[str | Blocks, ...]:
     last = max((index for index, name in enumerate(names) if name in axes), default=-1)
-    found: list[str | int] = []
+    found: list[str | Blocks] = []
     for index, name in enumerate(names[: last + 1]):
         if name in axes:
             found.extend(axes[name])
@@ -72,7 +82,7 @@ def _factors(
     return tuple(found)
 
 
-def _size(name: str, sizes: Mapping[str, int], text: str) -> int:
+def _size(name: str, sizes: Mapping[str, Blocks], text: str) -> Blocks:
     if name.isdigit():
         return int(name)
     if name not in sizes:

@@ -1,8 +1,9 @@
 """Sharding spec: the layout of one tensor on a mesh, as data.
 
-Per dim it lists factors, outermost first. A factor is a number n (n unsharded blocks) or a mesh axis (one block per
-rank of the axis). `P("data", None)` shards dim 0. `P(("data", "tensor"))` splits one dim over two axes, the first one
-major. `P(None, (3, "tensor"))` splits an inner factor, for example of a fused query-key-value dim.
+Per dim it lists factors, outermost first. A factor is a number n (n unsharded blocks), the sizes of unequal blocks, or
+a mesh axis (one block per rank of the axis). `P("data", None)` shards dim 0. `P(("data", "tensor"))` splits one dim
+over two axes, the first one major. `P(None, (3, "tensor"))` splits an inner factor, for example of a fused
+query-key-value dim. `P(None, ((2, 1, 1), "tensor"))` is for twice as many queries. Each block is split by itself.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from .blocks import Blocks, blocks_of, inside, nested, units
 from .errors import SpecError
 from .mesh import Mesh
 from .notation import parse_dims
 from .storage import storages_of
 
-Factor = str | int
+Factor = str | Blocks
 Dim: TypeAlias = str | tuple[Factor, ...] | list[Factor] | None
 
 
 class Placement(NamedTuple):
-    """Split by one axis. The dim is viewed as (outer, ranks of the axis, rest) and split along its second factor."""
+    """Split by one axis. Each of the outer blocks of the dim is viewed as (ranks of the axis, rest), and so split."""
 
     axis: str
     dim: int
-    outer: int
+    outer: Blocks
 
 
 class P:
@@ -39,10 +41,13 @@ class P:
     True
     >>> P.parse("embed (3 heads/tensor dim)")
     P(None, (3, 'tensor'))
+    >>> P(((32, 16, 16), "tensor"))
+    P(((2, 1, 1), 'tensor'))
 
     Args:
-        dims: per dim None, an axis, or a tuple of axes and numbers, the first one major. Dims that are not listed are
-            unsharded. A tensor must have at least the number of listed dims, None included.
+        dims: per dim None, an axis, or a tuple of axes, numbers and sizes of blocks, the first one major. Sizes are
+            relative. Dims that are not listed are unsharded. A tensor must have at least the number of listed dims,
+            None included.
         unreduced: axes with partial sums on their ranks.
         reduced: axes with an equal value on their ranks, where its gradient is wanted as partial sums.
         owner: axes along which one rank holds the tensor, with the index of that rank. The other ranks hold nothing.
@@ -78,7 +83,7 @@ class P:
             twice = min(axis for axis in used if used.count(axis) > 1)
             raise SpecError(f"{self!r} uses the axis {twice!r} twice; an axis splits at most one dim")
         for dim in self.padded:
-            if dim >= len(self._dims) or not self._dims[dim] or any(isinstance(f, int) for f in self._dims[dim]):
+            if dim >= len(self._dims) or not self._dims[dim] or not all(isinstance(f, str) for f in self._dims[dim]):
                 raise SpecError(f"{self!r} pads dim {dim}, which no axis splits, or only an inner factor of it")
         if storage:
             storages_of(self.storage, self)  # raises if one is not registered
@@ -87,12 +92,13 @@ class P:
     def parse(cls, text: str, **sizes: int) -> P:
         """Read a spec from its string form: an einops name per dim, with `/axis` after a sharded factor.
 
-        >>> P.parse("batch time/(data,tensor) embed")
-        P(None, ('data', 'tensor'))
+        >>> P.parse("batch time/(data,tensor) embed"), P.parse("(2+1+1 heads/tensor dim)")
+        (P(None, ('data', 'tensor')), P(((2, 1, 1), 'tensor')))
 
         Args:
             text: dims separated by spaces, each `name` or `name/axis` or `name/(axis,axis)`, compound dims in
-                parentheses. No dim after `...` may be sharded. The names are documentation only.
+                parentheses, with numbers or sums of sizes as blocks. No dim after `...` may be sharded. The names are
+                documentation only.
             sizes: sizes of named factors outside a sharded factor.
 
         Raises:
@@ -112,17 +118,15 @@ class P:
         >>> P.from_placements(P(("data", "tensor"), None).placements(mesh), mesh)
         P(('data', 'tensor'))
         """
-        found = sorted(placements, key=lambda placement: (placement.dim, placement.outer))
+        found = sorted(placements, key=lambda placement: (placement.dim, units(placement.outer)))
         dims: list[list[Factor]] = [[] for _ in range(max((p.dim for p in found), default=-1) + 1)]
-        reached: dict[int, int] = {}
+        reached: dict[int, Blocks] = {}
         for axis, dim, outer in found:
-            gap, rest = divmod(outer, reached.get(dim, 1))
-            if rest:
+            gap = inside(outer, reached.get(dim, 1))
+            if gap is None:
                 raise SpecError(f"axis {axis!r} splits {outer} blocks of dim {dim}, which cut across other axes")
-            if gap > 1:
-                dims[dim].append(gap)
-            dims[dim].append(axis)
-            reached[dim] = outer * mesh.axis_size(axis)
+            dims[dim] += [gap, axis]
+            reached[dim] = nested(outer, mesh.axis_size(axis))
         return cls(*map(tuple, dims), **fields)
 
     # --- reading ---
@@ -157,13 +161,11 @@ class P:
         """
         found = []
         for dim, factors in enumerate(self._dims):
-            outer = 1
+            outer: Blocks = 1
             for factor in factors:
                 if isinstance(factor, str):
                     found.append(Placement(factor, dim, outer))
-                    outer *= mesh.axis_size(factor)
-                else:
-                    outer *= factor
+                outer = nested(outer, mesh.axis_size(factor) if isinstance(factor, str) else factor)
         return tuple(found)
 
     def blocks(self, dim: int, mesh: Mesh) -> dict[str, int]:
@@ -212,7 +214,7 @@ class P:
         keep = set(axes)
         if keep >= self.named_axes and self.named == len(self._dims):
             return self
-        dims = [tuple(f for f in dim if isinstance(f, int) or f in keep) for dim in self._dims]
+        dims = [tuple(f for f in dim if not isinstance(f, str) or f in keep) for dim in self._dims]
         padded = {dim: size for dim, size in self.padded.items() if any(isinstance(f, str) for f in dims[dim])}
         owner = {axis: rank for axis, rank in self.owner.items() if axis in keep}
         return self.replace(
@@ -239,10 +241,10 @@ class P:
         P(('tensor', 'data'))
         """
         held = self.placements(mesh)
-        blocks = {placement.dim: placement.outer * mesh.axis_size(placement.axis) for placement in held}
-        inside = [p._replace(outer=p.outer * blocks.get(p.dim, 1)) for p in further.placements(mesh)]
+        blocks = {placement.dim: nested(placement.outer, mesh.axis_size(placement.axis)) for placement in held}
+        inner = [p._replace(outer=nested(blocks.get(p.dim, 1), p.outer)) for p in further.placements(mesh)]
         padded, storage = {**self.padded, **further.padded}, {**self.storage, **further.storage}
-        return P.from_placements([*held, *inside], mesh, **{**self._fields(), "padded": padded}, **storage)
+        return P.from_placements([*held, *inner], mesh, **{**self._fields(), "padded": padded}, **storage)
 
     def without(self, axes: Iterable[str]) -> P:
         """Return the spec without `axes`."""
@@ -316,10 +318,14 @@ def _factors(dim: Dim) -> tuple[Factor, ...]:
         return ()
     factors = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     for factor in factors:
-        if not isinstance(factor, (str, int)) or isinstance(factor, bool) or (isinstance(factor, int) and factor < 1):
-            raise SpecError(f"a dim must be None, an axis name, or a tuple of axis names and numbers; got {dim!r}")
-    kept = list(factors)
-    while kept and isinstance(kept[-1], int):  # blocks inside the last axis have no effect
+        sizes = [] if isinstance(factor, str) else factor if isinstance(factor, (tuple, list)) and factor else [factor]
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+            raise SpecError(
+                "a dim must be None, an axis name, or a tuple of axis names, numbers, and tuples of sizes of blocks; "
+                f"got {dim!r}"
+            )
+    kept = [blocks_of(factor) if isinstance(factor, (tuple, list)) else factor for factor in factors]
+    while kept and not isinstance(kept[-1], str):  # blocks inside the last axis have no effect
         kept.pop()
     return tuple(factor for factor in kept if factor != 1)
 
@@ -337,7 +343,8 @@ def _dim_text(name: str, factors: tuple[Factor, ...]) -> str:
     texts: list[str] = []
     for sharded, group in itertools.groupby(factors, key=lambda factor: isinstance(factor, str)):
         part = tuple(group)
-        texts += [_suffixed(f"{name}x{len(texts)}", part)] if sharded else map(str, part)
+        plain = ("+".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in part)
+        texts += [_suffixed(f"{name}x{len(texts)}", part)] if sharded else plain
     return f"({' '.join(texts)} {name})"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import optree
 import torch
 
+from .blocks import Blocks, units
 from .errors import SpecError
 from .mesh import Mesh
 from .pytree import SpecTree, Tree
@@ -109,19 +110,22 @@ def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> 
     ]
 
 
-def _uneven(dim: int, size: int, factors: Sequence[str | int], mesh: Mesh, pad: bool) -> list[str]:
-    inner = any(isinstance(factor, int) for factor in factors)
+def _uneven(dim: int, size: int, factors: Sequence[str | Blocks], mesh: Mesh, pad: bool) -> list[str]:
+    inner = not all(isinstance(factor, str) for factor in factors)
     if pad and not inner:
         return []
     blocks = 1
     for factor in factors:
         if isinstance(factor, str) and factor not in mesh.axis_names:
             continue
-        count = mesh.axis_size(factor) if isinstance(factor, str) else factor
+        count = mesh.axis_size(factor) if isinstance(factor, str) else units(factor)
         blocks *= count
         if size % blocks:
             what = f"{factor!r} of {count} ranks" if isinstance(factor, str) else f"the factor {factor}"
-            more = f" (with the factors outside it, {blocks} blocks)" if blocks != count else ""
+            if isinstance(factor, tuple):
+                what = f"blocks of sizes {':'.join(map(str, factor))}, which have {count} units"
+            elsewhere = "units" if any(isinstance(each, tuple) for each in factors) else "blocks"
+            more = f" (with the factors outside it, {blocks} {elsewhere})" if blocks != count else ""
             way_out = f"make it {-(-size // blocks) * blocks}, shard another dim, or replicate it"
             return [f"dim {dim} of size {size} does not divide by {what}{more}; {way_out}"]
     return []

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 from torch import Tensor
+
+from sharding_specs.blocks import Blocks, lengths
 
 Position = TypeVar("Position", int, Tensor)
 
@@ -79,9 +82,11 @@ class DimSplit:
         return ahead + self.start(index) * (block // self.rows) + inside
 
     def held_position(
-        self, position: Position, index: Position, extent: int, outer: int = 1
+        self, position: Position, index: Position, extent: int, outer: Blocks = 1
     ) -> tuple[Position, Position]:
         """Return the local position of a global position (arbitrary if elsewhere), and whether the rank stores it."""
+        if isinstance(outer, tuple):
+            return self._held_in_blocks(position, index, lengths(outer, extent))
         block = extent // outer
         offset = position - self.start(index) * (block // self.rows)
         if outer == 1:
@@ -90,6 +95,14 @@ class DimSplit:
         inside = offset % whole
         held = (offset >= 0) & (offset < outer * whole) & (inside < block)
         return offset // whole * block + inside, held
+
+    def _held_in_blocks(self, position: Position, index: Position, sizes: list[int]) -> tuple[Position, Position]:
+        found = held = position * 0
+        for at, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+            offset = position - at * self.ranks - index * size
+            is_inside = (offset >= 0) & (offset < size)
+            found, held = found + is_inside * (at + offset), held + is_inside
+        return found, held > 0
 
     def held(self, index: int, extent: int) -> tuple[int, int]:
         """Return begin and end, in the global dim, of the samples that a rank stores. `extent` is the local size."""

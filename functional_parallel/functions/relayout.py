@@ -17,7 +17,6 @@ A stored shard is fetched before these changes, and stored after them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -26,6 +25,7 @@ import optree
 import torch
 
 from sharding_specs import P, SpecError, broadcast_specs
+from sharding_specs.blocks import Blocks, by_block, by_rank, nested
 
 from ..collectives import (
     all_gather,
@@ -138,7 +138,10 @@ class _Relayout:
                 if axis in self.owners:
                     split = partial(_with_owner, "scatter", self.owners.pop(axis))
                 self.partial.discard(axis)
-                self.x = _blockwise(split, self.x, axis, dim, outer)
+                if isinstance(outer, tuple):
+                    self.x = split(by_rank(self.x, dim, outer, axis_size(axis)), axis, dim=dim)
+                else:
+                    self.x = _blockwise(split, self.x, axis, dim, outer)
                 self._split(dim)
                 return True
         return False
@@ -153,11 +156,14 @@ class _Relayout:
             join: Callable[..., torch.Tensor] = partial(_with_owner, "gather", wanted.owner[axis])
         else:
             join = partial(all_gather, to="reduced" if axis in wanted.reduced else "invariant")
-        self.x = _blockwise(join, self.x, axis, dim, outer)
+        if isinstance(outer, tuple):
+            self.x = by_block(join(self.x, axis, dim=dim), dim, outer, axis_size(axis))
+        else:
+            self.x = _blockwise(join, self.x, axis, dim, outer)
         self._pop(dim)
         return True
 
-    def _next(self, dim: int) -> tuple[str, int]:
+    def _next(self, dim: int) -> tuple[str, Blocks]:
         """Return the next axis that splits a dim, and the number of blocks around it; "" if there is none."""
         ahead = self.goal[dim][len(self.now[dim]) :]
         if self.stale[dim] or not ahead:
@@ -173,7 +179,7 @@ class _Relayout:
         """Forget the last axis of a dim, the numbers before it, and the padding of the blocks that it split."""
         axis = str(self.now[dim].pop())
         self.stale[dim] -= 1
-        while self.stale[dim] and isinstance(self.now[dim][-1], int):
+        while self.stale[dim] and not isinstance(self.now[dim][-1], str):
             self.now[dim].pop()
             self.stale[dim] -= 1
         if dim in self.held.padded:
@@ -186,13 +192,16 @@ class _Relayout:
             self.x = torch.nn.functional.pad(self.x, [0, 0] * (self.x.ndim - 1 - dim) + [0, missing])
 
 
-def _dims(spec: P, count: int) -> Sequence[tuple[str | int, ...]]:
+def _dims(spec: P, count: int) -> Sequence[tuple[str | Blocks, ...]]:
     return [*spec.dims, *[()] * (count - len(spec.dims))]
 
 
-def _outer(factors: Sequence[str | int]) -> int:
-    """Return the number of blocks of a rank around its slices by the last axis. Axes before it have one each."""
-    return math.prod(factor for factor in factors if isinstance(factor, int))
+def _outer(factors: Sequence[str | Blocks]) -> Blocks:
+    """Return the blocks of a rank around its slices by the last axis. Axes before it have one each."""
+    outer: Blocks = 1
+    for factor in factors:
+        outer = outer if isinstance(factor, str) else nested(outer, factor)
+    return outer
 
 
 def _with_owner(name: str, owner: int, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:

@@ -160,7 +160,7 @@ def _decide(step: OpContext) -> OpSharding | None:
     # The query heads stay sharded, and each rank selects the key heads of its query heads.
     q, k = step.operands[0], step.operands[1]
     heads_dim = q.aval.ndim - 3
-    split = isinstance(q.place, Shard) and q.place.dim == heads_dim
+    split = isinstance(q.place, Shard) and q.place.dim == heads_dim and isinstance(q.place.outer, int)
     if not split or k.place != REPLICATED or step.parts.divide(k.aval.shape[-3]) or not step.parts.is_even:
         return None
     return OpSharding((q.place, *[REPLICATED] * (len(step.operands) - 1)), (q.place,), None)
@@ -171,6 +171,7 @@ def _local(
 ) -> Tensor:
     place = step.decision.operands[0]
     if step.choice is None and isinstance(place, Shard) and q.shape[-3] != step.operands[0].aval.shape[-3]:
+        assert isinstance(place.outer, int), place  # by `_decide`
         heads, groups = step.operands[0].aval.shape[-3], k.shape[-3]
         held = torch.arange(q.shape[-3], device=q.device)
         mine = step.parts.whole_position(held, fp.axis_index(step.axis), q.shape[-3], place.outer)

@@ -51,9 +51,12 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
     if not pending:
         return x
     placements = spec.only(pending).placements(Mesh(pending))
-    for axis, dim, outer in placements:
+    outers = [outer for *_, outer in placements if isinstance(outer, int)]
+    if len(outers) < len(placements):
+        raise SpecError(_misfit(x, spec, "it has unequal blocks; constrain the slices of the value, one per block"))
+    for (axis, dim, _), outer in zip(placements, outers, strict=True):
         _check_fit(x, spec, axis, dim, outer * pending[axis])
-    return _Constrain.apply(x, [p.axis for p in placements], [p.dim for p in placements], [p.outer for p in placements])
+    return _Constrain.apply(x, [p.axis for p in placements], [p.dim for p in placements], outers)
 
 
 def _note(spec: P) -> None:

@@ -197,6 +197,8 @@ def _random_from_(target: Tensor, low: int, to: int | None) -> Tensor:
 def _decide(step: OpContext) -> OpSharding:
     # Only the shape of `like` is read, so partial sums count as replicated.
     like, key = (operand.place for operand in step.operands)
+    if isinstance(like, Shard) and isinstance(like.outer, tuple):
+        like = REPLICATED  # the draws are sliced
     if isinstance(like, Shard):
         behind_keys = replace(like, dim=like.dim + step.operands[1].aval.ndim)
         return OpSharding((like, REPLICATED), (behind_keys,), of_shapes=True)
@@ -213,7 +215,7 @@ def _local(
     *p: float,
 ) -> Tensor:
     place = step.decision.operands[0]
-    if isinstance(place, Shard):
+    if isinstance(place, Shard) and isinstance(place.outer, int):
         axes, splits = [*axes, step.axis], [*splits, place.dim, place.outer, step.parts.samples]
     return step.run(like, key, shape, axes, splits, *p)
 

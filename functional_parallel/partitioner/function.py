@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from sharding_specs import Mesh, P, Placement, broadcast_specs, register_dataclasses, require_dims, tree_paths
+from sharding_specs.blocks import inside, nested, units
 
 from ..collectives import DimSplit, axis_dim_split, current_axes, hidden_axes, hide, mesh_axis_size
 from ..errors import PartitionError
@@ -202,14 +203,14 @@ class _Partition:
     def _split(self, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout]) -> DimSplit:
         ranks = axis_dim_split(self.axis).ranks
         lengths = {
-            path: leaf.shape[place.dim] // place.outer
+            path: leaf.shape[place.dim] // units(place.outer)
             for path, leaf, place in zip(tree_paths(args), leaves, places, strict=True)
             if isinstance(leaf, torch.Tensor) and isinstance(place, Shard)
         }
         if all(length % ranks == 0 for length in lengths.values()):
             return DimSplit.of(ranks)
         samples = math.gcd(*lengths.values())
-        if samples < ranks:
+        if samples < ranks or any(isinstance(place, Shard) and isinstance(place.outer, tuple) for place in places):
             listed = ", ".join(f"{path}: {length}" for path, length in lengths.items())
             raise PartitionError(
                 f"the owner cannot scatter a batch of {listed} samples over the {ranks} ranks of {self.axis!r}: there "
@@ -318,11 +319,11 @@ def _with_place(spec: P, place: AxisLayout, axis: str, mesh: Mesh, padded: Mappi
     if not isinstance(place, Shard):
         return spec
     held = spec.placements(mesh)
-    outer, reached = place.outer, 1
-    for other in sorted((p for p in held if p.dim == place.dim), key=lambda p: p.outer):
-        if other.outer // reached <= place.outer:  # outside this split: its ranks are a factor before it
-            size = mesh.axis_size(other.axis)
-            outer, reached = outer * size, reached * size
+    outer = place.outer
+    for other in sorted((p for p in held if p.dim == place.dim), key=lambda p: units(p.outer)):
+        rest = inside(outer, other.outer)
+        if rest is not None:  # outside this split: its ranks are a factor before it
+            outer = nested(nested(other.outer, mesh.axis_size(other.axis)), rest)
     dims = P.from_placements([*held, Placement(axis, place.dim, outer)], mesh).dims
     return spec.replace(dims, padded={**spec.padded, **(padded or {})})
 

@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from sharding_specs.blocks import inside, nested
+
 from ..checker import DECLARED
 from ..collectives import mesh_axis_size
 from ..ir import the_call
@@ -28,7 +30,7 @@ def _decide_gather(step: OpContext) -> OpSharding:
     """Decide for `all_gather`: the ranks of the other axis become the outermost factor of the dim."""
     place, dim = step.operands[0].place, the_call(step.node).dim
     if isinstance(place, Shard) and place.dim == dim:
-        return OpSharding((place,), (Shard(dim, place.outer * _other_size(step)),))
+        return OpSharding((place,), (Shard(dim, nested(_other_size(step), place.outer)),))
     return OpSharding((place,), (place,))
 
 
@@ -36,8 +38,8 @@ def _decide_scatter(step: OpContext) -> OpSharding:
     """Decide for a scatter, which slices the outermost factor of the dim. A split inside that factor survives."""
     place, dim = step.operands[0].place, the_call(step.node).dim
     if isinstance(place, Shard) and place.dim == dim:
-        outer, rest = divmod(place.outer, _other_size(step))
-        return OpSharding((REPLICATED,), (REPLICATED,)) if rest else OpSharding((place,), (Shard(dim, outer),))
+        outer = inside(place.outer, _other_size(step))
+        return OpSharding((REPLICATED,), (REPLICATED,)) if outer is None else OpSharding((place,), (Shard(dim, outer),))
     return OpSharding((place,), (place,))
 
 

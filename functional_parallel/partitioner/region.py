@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharding_specs import Mesh, P, Placement
+from sharding_specs import Mesh, P
 
 from .. import _torch
 from ..checker import Typing, run_typed, type_of
@@ -192,14 +192,8 @@ def axis_layout_of(spec: P, axis: str, inner: Sequence[str]) -> AxisLayout:
         return REDUCED
     if axis not in spec.axes:
         return REPLICATED
-    by_axis: dict[str, Placement] = {placement.axis: placement for placement in spec.placements(axis_mesh())}
-    mine = by_axis[axis]
-    outer = mine.outer
-    for other in inner:
-        theirs = by_axis.get(other)
-        if theirs is not None and theirs.dim == mine.dim and theirs.outer < mine.outer:
-            outer //= mesh_axis_size(other)
-    return Shard(mine.dim, outer)
+    own = next(each for each in spec.without(inner).placements(axis_mesh()) if each.axis == axis)
+    return Shard(own.dim, own.outer)
 
 
 def peel(

@@ -13,8 +13,7 @@ import torch
 
 from sharding_specs import P, tree_paths
 
-from ..collectives import all_gather
-from ..functions import Applied, PyTree, SpecTree
+from ..functions import Applied, PyTree, SpecTree, relayout
 from .state_request import StateRequest
 
 
@@ -72,11 +71,6 @@ def _look(leaf: torch.Tensor | None) -> str:
 
 
 def _whole(leaf: torch.Tensor, spec: P) -> torch.Tensor:
-    """Gather a shard. A factor of a dim that an axis splits is a dim of its own meanwhile."""
-    for dim in (dim for dim, axes in enumerate(spec.dim_axes()) if axes):
-        factors = spec.dims[dim]
-        leaf = leaf.unflatten(dim, [*(each if isinstance(each, int) else 1 for each in factors), -1])
-        for place, axis in enumerate(factors):
-            leaf = all_gather(leaf, axis, dim + place, to="invariant") if isinstance(axis, str) else leaf
-        leaf = leaf.flatten(dim, dim + len(factors))
-    return leaf
+    """Gather a shard."""
+    gathered: torch.Tensor = relayout(leaf, P(*spec.dims), P())
+    return gathered

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sharding_specs.blocks import Blocks
+
 from ..collectives import DimSplit
 
 
@@ -37,14 +39,14 @@ class Shard:
 
     The dim is viewed as (outer, ranks, rest), and a rank holds its index of the middle factor. `outer` is more than one
     in two cases: dims outside the sharded dim were merged into it, `"(b heads/tensor) s t"`, or a spec shards an inner
-    factor.
+    factor. It is a tuple for a spec of unequal blocks, each of which is viewed as (ranks, rest).
     """
 
     dim: int
-    outer: int = 1
+    outer: Blocks = 1
 
     def __str__(self) -> str:
-        return f"sharded on dim {self.dim}" + (f" inside a factor of {self.outer}" if self.outer > 1 else "")
+        return f"sharded on dim {self.dim}" + (f" inside a factor of {self.outer}" if self.outer != 1 else "")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,9 @@ import operator
 
 import torch
 
-from ..collectives import MICROBATCH, DimSplit, apply_primitive, axis_index
+from sharding_specs.blocks import by_block, by_rank
+
+from ..collectives import MICROBATCH, DimSplit, apply_primitive, axis_index, axis_size
 from ..ir import is_trained
 from .axis_layout import REDUCED, REPLICATED, AxisLayout, Owned, Partial, Reduced, Replicated, Shard
 from .duplicates import add_duplicates, drop_duplicates
@@ -97,8 +99,12 @@ def _to_owner(x: torch.Tensor, held: AxisLayout, owner: int, axis: str, parts: D
 
 
 def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: DimSplit) -> torch.Tensor:
-    split = add_duplicates(x, form, parts).unflatten(form.dim, (form.outer, parts.ranks, -1))
     index = axis_index(axis).to(x.device).reshape(1)
+    if isinstance(form.outer, tuple):
+        x, outer = by_rank(x, form.dim, form.outer, parts.ranks), 1
+    else:
+        x, outer = add_duplicates(x, form, parts), form.outer
+    split = x.unflatten(form.dim, (outer, parts.ranks, -1))
     result: torch.Tensor = split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)
     return result
 
@@ -114,6 +120,8 @@ def _gather(x: torch.Tensor, held: Shard, axis: str, parts: DimSplit, to: str | 
     dim, operation = held.dim, "gather" if isinstance(to, int) else "all_gather"
     if held.outer == 1:
         return drop_duplicates(apply_primitive(operation, x, (axis,), dim, to), held, parts)
+    if isinstance(held.outer, tuple):
+        return by_block(apply_primitive(operation, x, (axis,), dim, to), dim, held.outer, parts.ranks)
     gathered = apply_primitive(operation, x.unflatten(dim, (held.outer, -1)), (axis,), dim + 1, to)
     return drop_duplicates(gathered.flatten(dim, dim + 1), held, parts)
 
@@ -122,5 +130,7 @@ def _scatter(operation: str, x: torch.Tensor, form: Shard, axis: str, *params: s
     dim = form.dim
     if form.outer == 1:
         return apply_primitive(operation, x, (axis,), dim, *params)
+    if isinstance(form.outer, tuple):
+        return apply_primitive(operation, by_rank(x, dim, form.outer, axis_size(axis)), (axis,), dim, *params)
     part = apply_primitive(operation, x.unflatten(dim, (form.outer, -1)), (axis,), dim + 1, *params)
     return part.flatten(dim, dim + 1)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sharding_specs.blocks import Blocks, inside, nested, units
+
 from ..collectives import DimSplit
 from ..errors import RuleError
 from ..ir import Aval
@@ -35,7 +37,7 @@ class SplitFactor:
     """Factor that an op is sharded on. It is viewed as (outer, ranks, rest), and the ranks split the middle."""
 
     factor: str
-    outer: int = 1
+    outer: Blocks = 1
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ def find_factor(fit: Factors, place: AxisLayout, sizes: dict[str, int], parts: D
     before = 1
     for factor in fit[place.dim]:
         extent = sizes[factor]
-        inner, rest = divmod(place.outer, before)
-        if rest == 0 and extent % inner == 0 and parts.divide(extent // inner):
+        inner = inside(place.outer, before)
+        if inner is not None and extent % units(inner) == 0 and parts.divide(extent // units(inner)):
             return SplitFactor(factor, inner)
         before *= extent
     return None
@@ -134,7 +136,7 @@ def placed(fit: Factors, choice: SplitFactor, sizes: dict[str, int]) -> Shard | 
     for dim, factors in enumerate(fit):
         if choice.factor in factors:
             before = math.prod(sizes[name] for name in factors[: factors.index(choice.factor)])
-            return Shard(dim, before * choice.outer)
+            return Shard(dim, nested(before, choice.outer))
     return None
 
 

@@ -18,6 +18,7 @@ def unique_mask(extent: int, place: Shard, axis: str, parts: DimSplit, device: t
     """Return a mask of the positions along a dim that no earlier rank holds; the rank holds `extent` positions."""
     begins_own = axis_index(axis) < parts.full
     rows = (torch.arange(parts.rows, device=device) > 0) | begins_own
+    assert isinstance(place.outer, int), "unequal blocks are split evenly"
     inner = extent // place.outer // parts.rows
     return rows.reshape(1, -1, 1).expand(place.outer, parts.rows, inner).reshape(-1)
 

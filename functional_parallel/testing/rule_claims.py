@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sharding_specs import P
+from sharding_specs.blocks import Blocks, units
 
 from ..collectives import DimSplit
 from ..ir import Aval
@@ -90,8 +91,9 @@ def _of_factors(rule: RuleText, avals: Sequence[Aval], parts: DimSplit) -> Itera
     for factor, size in factors_of(rule, avals).items():
         mark = rule.marks.get(factor, "")
         fix = _FIXES.get(mark, "Mark the factor ^, or correct the mark")
-        for outer in (1, 2) if parts.is_even else (1,):
-            if size % outer or not parts.divide(size // outer):
+        blocks: tuple[Blocks, ...] = (1, 2, (2, 1)) if parts.is_even else (1,)
+        for outer in blocks:
+            if size % units(outer) or not parts.divide(size // units(outer)):
                 continue
             layouts = tuple(placed(fit, SplitFactor(factor, outer), sizes) for fit in fits)
             yield Case(name_of(rule, factor), _PROMISES[mark], fix, layouts, factor)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sharding_specs import Mesh, P
+from sharding_specs.blocks import Blocks, units
 
 from ..errors import ScheduleError
 from ..functions import SpecTree
@@ -45,6 +46,9 @@ def meshes(draw: st.DrawFn, most_ranks: int = 8, names: tuple[str, ...] = AXIS_N
     return Mesh(sizes)
 
 
+_BLOCKS: list[Blocks] = [1, 1, 2, 3, (2, 1), (1, 3, 2)]
+
+
 @st.composite
 def specs(draw: st.DrawFn, mesh: Mesh, ndim: int, partial: bool = False, blocks: bool = True) -> P:
     """Strategy for specs of a mesh: each axis is on some dim, in any order, or on none.
@@ -58,9 +62,9 @@ def specs(draw: st.DrawFn, mesh: Mesh, ndim: int, partial: bool = False, blocks:
         mesh: the mesh.
         ndim: number of dims of the tensors.
         partial: whether an axis may hold partial sums instead.
-        blocks: whether a dim with axes may start with a number, an outer block.
+        blocks: whether a dim with axes may start with a number of outer blocks, or with their sizes.
     """
-    dims: list[list[str | int]] = [[] for _ in range(ndim)]
+    dims: list[list[str | Blocks]] = [[] for _ in range(ndim)]
     unreduced = set()
     for axis in draw(st.permutations(mesh.axis_names)):
         place = draw(st.integers(-2 if partial else -1, ndim - 1))
@@ -69,7 +73,7 @@ def specs(draw: st.DrawFn, mesh: Mesh, ndim: int, partial: bool = False, blocks:
         elif place == -2:
             unreduced.add(axis)
     if blocks:
-        dims = [[draw(st.sampled_from([1, 1, 2, 3])), *dim] if dim else dim for dim in dims]
+        dims = [[draw(st.sampled_from(_BLOCKS)), *dim] if dim else dim for dim in dims]
     return P(*map(tuple, dims), unreduced=unreduced)
 
 
@@ -84,7 +88,7 @@ def fitting_shapes(draw: st.DrawFn, spec: P, mesh: Mesh, ndim: int, least: int =
     """
     unit = [1] * ndim
     for dim, factors in enumerate(spec.dims):
-        unit[dim] = math.prod(mesh.axis_size(factor) if isinstance(factor, str) else factor for factor in factors)
+        unit[dim] = math.prod(mesh.axis_size(each) if isinstance(each, str) else units(each) for each in factors)
     return tuple(size * draw(st.integers(least, 2)) for size in unit)
 
 

@@ -133,7 +133,7 @@ def _places(layer: str, style: str, model: torch.nn.Module, axis: str) -> dict[s
 
 def _blocks_of_heads(model: torch.nn.Module, axis: str) -> Any:
     queries, keys = (_heads([model], names) or 1 for names in (_QUERY_HEADS, _KEY_HEADS + _QUERY_HEADS))
-    return (3, axis) if queries == keys else axis
+    return (queries, keys, keys), axis
 
 
 # --- Weights that the axis does not divide ---

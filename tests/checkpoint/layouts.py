@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from functional_parallel.checkpoint import LeafLayout, Piece, Vector
 from sharding_specs import Mesh, P, local_shape, shard_leaf
+from sharding_specs.blocks import units
 
 MESHES = [Mesh(data=1), Mesh(data=4), Mesh(data=2, tensor=2), Mesh(pipe=2, data=2), Mesh(pipe=2, data=2, tensor=2)]
 MESHES += [Mesh(data=3), Mesh(data=2, tensor=3)]
@@ -25,7 +26,7 @@ def specs(draw: Any, rank: int, axes: list[str]) -> P:
                 dims[draw(st.integers(0, rank - 1))].append(axis)
         for dim in dims:
             if dim and draw(st.integers(0, 3)) == 0:
-                dim.insert(0, 3)
+                dim.insert(0, draw(st.sampled_from([3, (2, 1)])))
     return P(*map(tuple, dims))
 
 
@@ -47,7 +48,9 @@ def leaves(draw: Any, mesh: Mesh, key: str, shape: tuple[int, ...]) -> LeafLayou
             where = (("pipe", draw(st.sampled_from([(0,), (1,), (0, 1)]))),)
         spec = draw(specs(len(inner), free))
         for dim, axes in enumerate(spec.dim_axes()):  # only full splits are padded
-            if inner[dim] % (mesh.axis_size(axes) * math.prod(f for f in spec.dims[dim] if isinstance(f, int))):
+            if inner[dim] % (
+                mesh.axis_size(axes) * math.prod(units(f) for f in spec.dims[dim] if not isinstance(f, str))
+            ):
                 spec = spec.replace([d if i != dim else axes for i, d in enumerate(spec.dims)])
         spec = spec.fitted(inner, mesh)
         vector = None

@@ -14,6 +14,7 @@ from functional_parallel.lowering import lower
 from functional_parallel.runtime import SimulatedRuntime
 from functional_parallel.testing import strategies
 from sharding_specs import Mesh, P, SpecError, padded_shape, shard_leaf
+from sharding_specs.blocks import units
 
 from ..storages import STORAGES
 
@@ -27,9 +28,9 @@ def pairs(draw: st.DrawFn) -> tuple[Mesh, P, P, tuple[int, ...]]:
     sizes = [1] * ndim
     for spec in (held, wanted):
         for dim, factors in enumerate(spec.dims):
-            if any(isinstance(factor, int) for factor in factors) or not draw(st.booleans()):
+            if not all(isinstance(factor, str) for factor in factors) or not draw(st.booleans()):
                 for factor in factors:  # even, also where the other layout has numbers
-                    sizes[dim] *= mesh.axis_size(factor) if isinstance(factor, str) else factor
+                    sizes[dim] *= mesh.axis_size(factor) if isinstance(factor, str) else units(factor)
     shape = tuple(size * draw(st.integers(1, 3)) for size in sizes)
     held, wanted = (spec.fitted(shape, mesh).replace(storage=draw(STORAGES)) for spec in (held, wanted))
     return mesh, held, wanted, shape

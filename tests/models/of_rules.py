@@ -21,7 +21,7 @@ PLANS: dict[str, tuple[Mesh, Any]] = {
     "pipe": (Mesh(pipe=2, tensor=2), fp.pipeline("pipe", schedule="1f1b", microbatches=2)),
     "pipe, 1 microbatch": (Mesh(pipe=2, tensor=2), fp.pipeline("pipe", schedule="1f1b", microbatches=1)),
 }
-GATHERS = {"OLMo2": 4, "Phi3": 8}  # over the axis of tensor parallelism, per microbatch; 0 for the others
+GATHERS = {"OLMo2": 4}  # over the axis of tensor parallelism, per microbatch; 0 for the others
 _ROUNDING = 1e-12  # a gradient below it is rounding alone, as that of a bias of keys
 
 

@@ -27,6 +27,7 @@ from sharding_specs import (
     unshard_leaf,
     validate,
 )
+from sharding_specs.blocks import units
 
 GRID = Mesh(data=2, tensor=2)
 
@@ -58,6 +59,12 @@ def _digits(index: tuple[int, ...], shape: torch.Size, spec: P, mesh: Mesh) -> d
     found = {}
     for place, size, factors in zip(index, shape, spec.dims, strict=False):
         for factor in factors:
+            if isinstance(factor, tuple):
+                owners = [block for block, count in enumerate(factor) for _ in range(count)]  # of each unit
+                unit = size // len(owners)
+                block = owners[place // unit]
+                place, size = place - owners.index(block) * unit, factor[block] * unit
+                continue
             size //= mesh.axis_size(factor) if isinstance(factor, str) else factor
             digit, place = divmod(place, size)
             if isinstance(factor, str):
@@ -78,8 +85,8 @@ def test_reshard_equals_unshard_then_shard(data: st.DataObject) -> None:
 
 
 def _units(spec: P, mesh: Mesh, ndim: int) -> list[int]:
-    units = [math.prod(mesh.axis_size(f) if isinstance(f, str) else f for f in factors) for factors in spec.dims]
-    return units + [1] * (ndim - len(units))
+    found = [math.prod(mesh.axis_size(f) if isinstance(f, str) else units(f) for f in factors) for factors in spec.dims]
+    return found + [1] * (ndim - len(found))
 
 
 @given(st.data())

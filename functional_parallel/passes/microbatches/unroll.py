@@ -237,7 +237,7 @@ class _Unroll:
 def microbatch_dim(spec: P, axis: str, where: str) -> int:
     for dim, factors in enumerate(spec.dims):
         if axis in factors:
-            if any(isinstance(factor, int) for factor in factors[: factors.index(axis)]):
+            if not all(isinstance(factor, str) for factor in factors[: factors.index(axis)]):
                 raise UnrollError(f"{where}: {spec!r} splits an inner factor of dim {dim} into microbatches")
             return dim
     raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from sharding_specs.blocks import between, inside, units
+
 from ...collectives import DimSplit
 from ...ir import RESHAPES, argument, info, tensor_operands
 from ..axis_layout import REDUCED, REPLICATED, AxisLayout, Shard
@@ -44,11 +46,13 @@ def reshaped_place(
         return place
     if 0 in after:
         return None
-    major = math.prod(before[: place.dim]) * place.outer
-    ahead = 1
+    major, ahead = math.prod(before[: place.dim]), 1
     for dim, extent in enumerate(after):
-        if major % ahead == 0 and extent > 1 and (ahead * extent) % (major * parts.samples) == 0:
-            return Shard(dim, major // ahead)
+        outer = place.outer if ahead == major else None  # unequal blocks stay in the first dim of their elements
+        if isinstance(place.outer, int):
+            outer = inside(major * place.outer, ahead)
+        if outer is not None and extent > 1 and extent % (units(outer) * parts.samples) == 0:
+            return Shard(dim, outer)
         ahead *= extent
     return None
 
@@ -124,9 +128,8 @@ def _cut_place(place: AxisLayout, dim: int, extent: int, start: int, length: int
         return None
     if extent == 0:
         return place
-    block = extent // place.outer
-    aligned = start % block == 0 and length % block == 0 and length > 0
-    return Shard(dim, length // block) if aligned else None
+    blocks = between(place.outer, extent, start, length)
+    return None if blocks is None else Shard(dim, blocks)
 
 
 def _strided_place(
@@ -134,7 +137,7 @@ def _strided_place(
 ) -> AxisLayout | None:
     if not isinstance(place, Shard) or place.dim != dim or start >= stride:
         return None
-    divides = (extent // place.outer) % (parts.samples * stride) == 0
+    divides = (extent // units(place.outer)) % (parts.samples * stride) == 0
     return place if divides and length * stride == extent else None
 
 
@@ -228,7 +231,9 @@ def _decide_cat(step: OpContext) -> OpSharding | None:
     places = [place for operand in held if isinstance(place := operand.place, Shard)]
     if not step.parts.is_even or len(held) + len(whole) < len(filled) or {p.dim for p in places} != {dim}:
         return None
-    block, *others = {operand.aval.shape[dim] // p.outer for operand, p in zip(held, places, strict=True)}
+    if any(isinstance(place.outer, tuple) for place in places):
+        return None
+    block, *others = {operand.aval.shape[dim] // units(p.outer) for operand, p in zip(held, places, strict=True)}
     lengths = [operand.aval.shape[dim] for operand in filled]
     larger = sum(operand.aval.nbytes for operand in whole) > sum(operand.aval.nbytes for operand in held)
     if others or larger or any(length % block for length in lengths):
