@@ -16,11 +16,7 @@ Blocks: TypeAlias = int | tuple[int, ...]
 
 
 def blocks_of(sizes: Sequence[int]) -> Blocks:
-    """Return the blocks with these sizes, in lowest terms.
-
-    >>> blocks_of([32, 16, 16]), blocks_of([8, 8])
-    ((2, 1, 1), 2)
-    """
+    """Return the blocks with these sizes, in lowest terms: `(2, 1, 1)` for 32, 16, 16, and 2 for 8, 8."""
     unit = math.gcd(*sizes)
     return len(sizes) if min(sizes) == max(sizes) else tuple(size // unit for size in sizes)
 
@@ -36,11 +32,7 @@ def lengths(blocks: Blocks, extent: int) -> list[int]:
 
 
 def nested(outer: Blocks, inner: Blocks) -> Blocks:
-    """Return the blocks `inner` of each block of `outer`.
-
-    >>> nested(2, 3), nested((2, 1), 2), nested(2, (2, 1))
-    (6, (2, 2, 1, 1), (2, 1, 2, 1))
-    """
+    """Return the blocks `inner` of each block of `outer`: `(2, 2, 1, 1)` for `(2, 1)` and 2."""
     if isinstance(outer, int) and isinstance(inner, int):
         return outer * inner
     return blocks_of([mine * its for mine in _sizes(outer) for its in _sizes(inner)])
@@ -67,11 +59,7 @@ def between(blocks: Blocks, extent: int, start: int, length: int) -> Blocks | No
 
 
 def by_rank(x: torch.Tensor, dim: int, blocks: Blocks, ranks: int) -> torch.Tensor:
-    """Reorder a dim of blocks, each with a slice per rank, so that the slices of a rank are contiguous.
-
-    >>> by_rank(torch.arange(6), 0, (2, 1), 2)
-    tensor([0, 1, 4, 2, 3, 5])
-    """
+    """Reorder a dim of blocks, each with a slice per rank, so that the slices of a rank are contiguous."""
     pieces = x.split(lengths(blocks, x.shape[dim]), dim)
     return torch.cat([piece.unflatten(dim, (ranks, -1)) for piece in pieces], dim + 1).flatten(dim, dim + 1)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .blocks import Blocks, lengths
+from .blocks import Blocks, lengths, units
 from .mesh import Mesh
 from .spec import P
 
@@ -92,17 +92,7 @@ def _ranges(
         return [(0, 0, size)] if size else []
     blocks = [(0, size, size)]  # begin, stop, length with padding
     for factor in factors:
-        if isinstance(factor, tuple):
-            blocks = [piece for each in blocks for piece in _pieces(*each, factor)]
-            continue
-        digits = [coordinates[factor]] if isinstance(factor, str) else range(factor)
-        count = mesh.axis_size(factor) if isinstance(factor, str) else factor
-        cut = [(begin, stop, -(-length // count)) for begin, stop, length in blocks]
-        blocks = [
-            (begin + digit * part, min(stop, begin + (digit + 1) * part), part)
-            for begin, stop, part in cut
-            for digit in digits
-        ]
+        blocks = [piece for each in blocks for piece in _cut(*each, factor, mesh, coordinates)]
     found, local = list[tuple[int, int, int]](), 0
     for start, stop, length in blocks:
         if found and sum(found[-1][::2]) == start < stop:  # blocks of an axis with one rank are adjacent
@@ -113,11 +103,18 @@ def _ranges(
     return found
 
 
-def _pieces(begin: int, stop: int, length: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield the unequal blocks of a block (begin, stop, length). They are not padded."""
-    parts = lengths(sizes, length)
-    for at, part in zip(itertools.accumulate(parts, initial=begin), parts, strict=False):
-        yield at, min(stop, at + part), part
+def _cut(
+    begin: int, stop: int, length: int, factor: str | Blocks, mesh: Mesh, coordinates: Mapping[str, int]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the blocks, or a rank's slice, of a block: begin, stop, length with padding."""
+    count = mesh.axis_size(factor) if isinstance(factor, str) else units(factor)
+    unit = -(-length // count)
+    starts = (
+        [coordinates[factor]] if isinstance(factor, str) else itertools.accumulate(lengths(factor, count), initial=0)
+    )
+    for start, size in zip(starts, [1] if isinstance(factor, str) else lengths(factor, count), strict=False):
+        at = begin + start * unit
+        yield at, min(stop, at + size * unit), size * unit
 
 
 def holders(box: Box, shape: Sequence[int], spec: P, mesh: Mesh) -> Iterator[dict[str, int]]:
@@ -150,7 +147,7 @@ def _coordinates(
         blocks, found = found, []
         for begin, stop, block, digits in blocks:
             if isinstance(factor, tuple):
-                pieces = _pieces(begin, stop, block, factor)
+                pieces = _cut(begin, stop, block, factor, mesh, {})
                 found += [(*each, digits) for each in pieces if each[0] < start + length and start < each[1]]
                 continue
             part = -(-block // (mesh.axis_size(factor) if isinstance(factor, str) else factor))

@@ -10,7 +10,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .migration import of_accelerate, of_ddp, of_deepspeed, of_dtensor, of_fsdp2, of_jax, of_megatron, of_torch
+from .migration import (
+    of_accelerate,
+    of_ddp,
+    of_deepspeed,
+    of_dtensor,
+    of_fsdp2,
+    of_jax,
+    of_megatron,
+    of_torch,
+    of_transformers,
+)
 from .migration.of_torch import AS_IN_TORCH, NO_EFFECT, REFUSED, Habit
 from .migration.row import NAMES, Row
 
@@ -32,6 +42,10 @@ TABLES: dict[str, tuple[list[Row], str]] = {
         of_megatron.ROWS,
         "Arguments of Megatron-LM, and names of `megatron.core`. The model stays a model for one device: the rules "
         "name its parameters.",
+    ),
+    "transformers": (
+        of_transformers.ROWS,
+        "A model of transformers in parallel as it is: by transformers itself, by OSLO, or by parallelformers.",
     ),
     "Accelerate": (of_accelerate.ROWS, "Methods and arguments of `Accelerator`."),
     "JAX": (

@@ -18,7 +18,7 @@ A stored shard is fetched before these changes, and stored after them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TypeVar
 
 import optree
@@ -41,6 +41,7 @@ from .local_function import axis_mesh
 from .request import PyTree, SpecTree
 
 T = TypeVar("T")
+_ONE: Blocks = 1
 
 
 def relayout(x: PyTree, held: SpecTree, wanted: SpecTree) -> PyTree:
@@ -138,10 +139,7 @@ class _Relayout:
                 if axis in self.owners:
                     split = partial(_with_owner, "scatter", self.owners.pop(axis))
                 self.partial.discard(axis)
-                if isinstance(outer, tuple):
-                    self.x = split(by_rank(self.x, dim, outer, axis_size(axis)), axis, dim=dim)
-                else:
-                    self.x = _blockwise(split, self.x, axis, dim, outer)
+                self.x = _blockwise(split, self.x, axis, dim, outer)
                 self._split(dim)
                 return True
         return False
@@ -156,10 +154,7 @@ class _Relayout:
             join: Callable[..., torch.Tensor] = partial(_with_owner, "gather", wanted.owner[axis])
         else:
             join = partial(all_gather, to="reduced" if axis in wanted.reduced else "invariant")
-        if isinstance(outer, tuple):
-            self.x = by_block(join(self.x, axis, dim=dim), dim, outer, axis_size(axis))
-        else:
-            self.x = _blockwise(join, self.x, axis, dim, outer)
+        self.x = _blockwise(join, self.x, axis, dim, outer, joins=True)
         self._pop(dim)
         return True
 
@@ -198,10 +193,7 @@ def _dims(spec: P, count: int) -> Sequence[tuple[str | Blocks, ...]]:
 
 def _outer(factors: Sequence[str | Blocks]) -> Blocks:
     """Return the blocks of a rank around its slices by the last axis. Axes before it have one each."""
-    outer: Blocks = 1
-    for factor in factors:
-        outer = outer if isinstance(factor, str) else nested(outer, factor)
-    return outer
+    return reduce(nested, (factor for factor in factors if not isinstance(factor, str)), _ONE)
 
 
 def _with_owner(name: str, owner: int, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
@@ -209,8 +201,11 @@ def _with_owner(name: str, owner: int, x: torch.Tensor, axis: str, dim: int) -> 
 
 
 def _blockwise(
-    collective: Callable[..., torch.Tensor], x: torch.Tensor, axis: str, dim: int, outer: int
+    collective: Callable[..., torch.Tensor], x: torch.Tensor, axis: str, dim: int, outer: Blocks, joins: bool = False
 ) -> torch.Tensor:
     if outer == 1:
         return collective(x, axis, dim=dim)
-    return collective(x.unflatten(dim, (outer, -1)), axis, dim=dim + 1).flatten(dim, dim + 1)
+    if isinstance(outer, int):
+        return collective(x.unflatten(dim, (outer, -1)), axis, dim=dim + 1).flatten(dim, dim + 1)
+    done = collective(x if joins else by_rank(x, dim, outer, axis_size(axis)), axis, dim=dim)
+    return by_block(done, dim, outer, axis_size(axis)) if joins else done

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import functional_parallel as fp
-from sharding_specs import Mesh, P, shard, unshard  # noqa: F401
+from sharding_specs import Mesh, P, rules, shard, unshard  # noqa: F401
 
 
 class Block(nn.Module):

@@ -184,7 +184,7 @@ ROWS = [
         'rules = {"*up.*": P("tensor"), "*down.weight": P(None, "tensor"), "*": P()}\n'
         'fp.tensor_parallel("tensor", rules)',
         trains(Mesh(tensor=2), "psum"),
-        "`sharding_specs.rules` has rules for GPT-2, Llama, BERT and ViT.",
+        "`sharding_specs.rules.for_model` reads the rules of a model of transformers from the model.",
     ),
     Row(
         'engine.save_checkpoint("folder")',
