@@ -239,10 +239,14 @@ class P:
 
         >>> P("tensor").divided(P("data"), Mesh(data=2, tensor=2))
         P(('tensor', 'data'))
+        >>> P((3, "tensor")).divided(P((3, "data")), Mesh(data=2, tensor=2))  # a shard has the blocks of the tensor
+        P((3, 'tensor', 'data'))
         """
         held = self.placements(mesh)
-        blocks = {placement.dim: nested(placement.outer, mesh.axis_size(placement.axis)) for placement in held}
-        inner = [p._replace(outer=nested(blocks.get(p.dim, 1), p.outer)) for p in further.placements(mesh)]
+        outer = {placement.dim: placement.outer for placement in held}
+        blocks = {p.dim: nested(p.outer, mesh.axis_size(p.axis)) for p in held}
+        placed = [(p, inside(p.outer, outer.get(p.dim, 1)) or p.outer) for p in further.placements(mesh)]
+        inner = [p._replace(outer=nested(blocks.get(p.dim, 1), within)) for p, within in placed]
         padded, storage = {**self.padded, **further.padded}, {**self.storage, **further.storage}
         return P.from_placements([*held, *inner], mesh, **{**self._fields(), "padded": padded}, **storage)
 

@@ -60,8 +60,11 @@ def for_model(model: torch.nn.Module, axis: str = "tensor", *, mesh: Mesh | None
         Rules: patterns of the parameters → specs, the last one `"*": P()`.
 
     Raises:
+        TypeError: if the model is not a module.
         SpecError: if the model has no plan and its family is not in the table, or if the rules match no layer.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"for_model({model!r}): the model is an nn.Module, with or without values")
     params, kind = dict(model.named_parameters()), getattr(getattr(model, "config", None), "model_type", "unknown")
     specs: dict[str, P] = match_rules(_given(model, kind, axis), params).specs
     tables = _tables(model, params)

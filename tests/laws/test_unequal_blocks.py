@@ -117,11 +117,13 @@ def weights() -> dict[str, Tensor]:
 
 X = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(0)).double()
 FUSED = {"qkv": P(((2, 1, 1), "tensor")), "bias": P(((2, 1, 1), "tensor")), "out": P("tensor")}
+INSIDE = {name: P((*spec.dims[0], "data")) for name, spec in FUSED.items()}
 TENSOR = fp.tensor_parallel("tensor", FUSED, strict=True)
 PLANS = {
     "tensor": (TENSOR, MESH),
     "data": (fp.chain(TENSOR, fp.data_parallel("data")), MESH),
     "zero": (fp.chain(TENSOR, fp.zero(3, "data")), MESH),
+    "zero inside": (fp.chain(TENSOR, fp.zero(3, "data", INSIDE)), MESH),
     "accumulate": (fp.chain(TENSOR, fp.zero(2, "data"), fp.accumulate(2)), MESH),
     "pipe": (fp.chain(TENSOR, fp.pipeline("pipe", microbatches=2)), Mesh(pipe=2, tensor=2)),
     "specs": (fp.from_specs(FUSED, Mesh(tensor=2)), Mesh(tensor=2)),
@@ -148,6 +150,17 @@ def test_equal_blocks_gather_where_unequal_ones_do_not() -> None:
     step = fp.compile(fp.grad_and_value(plan(attention)), MESH)
     step(weights(), X)
     assert ("all_gather", ("tensor",)) in step.program.counts()
+
+
+def test_one_tree_declares_both_axes_of_equal_blocks() -> None:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = torch.nn.functional.linear(x, params["qkv"]).chunk(3, -1)
+        return ((q * k + v) ** 2).mean()
+
+    specs, params = {"qkv": P((3, "tensor", "data"))}, {"qkv": torch.randn(24, 4).double()}
+    step = fp.compile(fp.grad(fp.from_specs(specs, MESH)(loss)), MESH)
+    torch.testing.assert_close(step(params, X), fp.grad(loss)(params, X), rtol=1e-12, atol=1e-12)
+    assert step.program.counts()["all_gather", ("data",)] == 1
 
 
 def test_second_derivatives() -> None:
@@ -229,7 +242,7 @@ def test_training_saving_and_restoring_on_other_meshes(name: str, tmp_path: Path
         state, metrics = train(state, X)
         torch.testing.assert_close(metrics.loss, wanted[step], rtol=1e-9, atol=0)
     train.save(state, tmp_path)
-    for plan, mesh in (("accumulate", MESH), ("zero", Mesh(data=4, tensor=1)), ("tensor", Mesh(data=1, tensor=2))):
+    for plan, mesh in (("zero inside", MESH), ("zero", Mesh(data=4, tensor=1)), ("tensor", Mesh(data=1, tensor=2))):
         other = fp.train_step(attention, optimizer, mesh, PLANS[plan][0])
         again = other.restore(tmp_path)
         for step in (2, 3):

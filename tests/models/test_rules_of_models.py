@@ -163,6 +163,8 @@ def test_a_family_that_is_not_known() -> None:
     text = "MambaForCausalLM of model type 'mamba' has no `_tp_plan`, and is not in the table of families (bart, "
     with pytest.raises(SpecError, match=re.escape(text) + ".*write rules, path patterns"):
         rules.for_model(model)
+    with pytest.raises(TypeError, match=r"for_model\('gpt2'\): the model is an nn.Module"):
+        rules.for_model("gpt2")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="Linear of model type 'unknown' has no `_tp_plan`"):
         rules.for_model(torch.nn.Linear(2, 2))
 
