@@ -25,8 +25,8 @@ _REPLICATED = {  # styles of activations, and of gradients that the types of val
     *("moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj"),
 }
 _HEADS_OF = {  # by the name of a layer of an attention
-    **dict.fromkeys(("q_proj", "query", "q"), "queries"),
-    **dict.fromkeys(("k_proj", "v_proj", "key", "value", "k", "v"), "keys"),
+    **dict.fromkeys(("q_proj", "q_norm", "query", "q"), "queries"),
+    **dict.fromkeys(("k_proj", "k_norm", "v_proj", "key", "value", "k", "v"), "keys"),
     **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn"), "all"),
 }
 _QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
@@ -74,6 +74,11 @@ def for_model(model: torch.nn.Module, axis: str = "tensor", *, mesh: Mesh | None
             f"{len(params)} parameters have names like {next(reversed(params), '')!r}; {_OWN_RULES}"
         )
     specs |= dict.fromkeys(tables, P(axis))
+    for name in specs:  # a norm over all heads is split like its queries or keys
+        projection = re.sub(r"\b([qk])_norm\b", r"\1_proj", name)
+        split = projection != name and projection in specs and specs[projection].axes
+        if split and params[name].shape == params[projection].shape[:1]:
+            specs[name] = P(axis)
     uneven = {} if mesh is None else _uneven(model, params, specs, mesh.axis_size(axis))
     if uneven:
         listed = {_starred(name): f"{_starred(name)} ({reason})" for name, reason in uneven.items()}

@@ -13,7 +13,7 @@ from sharding_specs import Mesh, apply_rules, rules
 
 from .families import FAMILIES, Batch, Loss, loss_of, made
 
-__all__ = ["GATHERS", "PLANS", "Measured", "bound_of", "measured", "source_of"]
+__all__ = ["PLANS", "Measured", "bound_of", "measured", "source_of"]
 
 PLANS: dict[str, tuple[Mesh, Any]] = {
     "data": (Mesh(data=2, tensor=2), fp.data_parallel("data")),
@@ -21,7 +21,6 @@ PLANS: dict[str, tuple[Mesh, Any]] = {
     "pipe": (Mesh(pipe=2, tensor=2), fp.pipeline("pipe", schedule="1f1b", microbatches=2)),
     "pipe, 1 microbatch": (Mesh(pipe=2, tensor=2), fp.pipeline("pipe", schedule="1f1b", microbatches=1)),
 }
-GATHERS = {"OLMo2": 4}  # over the axis of tensor parallelism, per microbatch; 0 for the others
 _ROUNDING = 1e-12  # a gradient below it is rounding alone, as that of a bias of keys
 
 
