@@ -181,9 +181,10 @@ class KeptStates:
         Args:
             path: folder of the run's checkpoints, or of one checkpoint.
             step: step of the checkpoint. By default the newest one is taken.
-            like: parameters of the same structure, or a function that makes them. It is needed if the parameters are in
-                containers other than dicts with text as keys, lists and tuples, with `partial`, and for a checkpoint of
-                the trained parameters, whose frozen parameters get the values of `like`.
+            like: parameters of the same structure, full or an `fp.Sharded`, or a function that makes them. It is needed
+                if the parameters are in containers other than dicts with text as keys, lists and tuples, with
+                `partial`, and for a checkpoint of the trained parameters, whose frozen parameters get the values of
+                `like`.
             data: a loader whose `load_state_dict` gets the position of this process.
             rename: new names of leaves by their names in the checkpoint, as `inspect` lists them without "params/".
             partial: whether to restore only leaves that both have. Others get the values of `like`.

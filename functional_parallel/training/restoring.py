@@ -250,6 +250,8 @@ class _Restore:
 
     def _like(self) -> PyTree:
         like = self.options.like
+        if isinstance(like, Sharded):
+            return like.shapes
         if like is not None:
             return like() if callable(like) and not isinstance(like, torch.nn.Module) else like
         made = self.source.body["tree"]
@@ -266,6 +268,8 @@ class _Restore:
         like, lacks = self.options.like, self.source.left_out
         if not self.options.partial and not lacks:
             return None
+        if isinstance(like, Sharded):
+            return first_state(self.states, like, self._batch())
         leaves = zip(tree_keys(like), optree.tree_leaves(like), strict=True)  # a function is one leaf
         given = {key for key, leaf in leaves if not getattr(leaf, "is_meta", False)}
         frozen = [name.removeprefix("params/") for name in lacks if name.startswith("params/")]

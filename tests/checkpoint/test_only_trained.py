@@ -60,7 +60,7 @@ def test_the_base_is_not_saved_and_comes_from_like(name: str, tmp_path: Path) ->
     whole, after = train.whole(state), train.whole(train(state, X)[0])
     for other in PLANS:
         on = step(other)
-        for like in (params(), params):  # values, or a function
+        for like in (params(), params, fp.Sharded.of(params(), Mesh(data=2), P())):  # values, a function, or sharded
             restored = on.restore(tmp_path, like=like)
             assert same(whole, on.whole(restored))
         if other == name:

@@ -190,3 +190,37 @@ def test_a_conversion_that_is_not_known_by_boxes_is_read_in_full(tmp_path: Path)
         assert torch.equal(params.full()[name], norm * 2)
     finally:
         conversion_mapping._checkpoint_conversion_mapping_cache.pop("llama")
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("fills", [True, False])
+def test_adapters_beside_the_weights_of_a_folder(fills: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model, batch = model_of("Llama")
+    model.save_pretrained(tmp_path / "in")
+
+    def adapt(model: Any) -> Any:
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        for layer in adapted.modules():
+            if fills and isinstance(layer, peft.tuners.lora.LoraLayer):
+                layer.lora_A.to_empty(device="cpu")
+                layer.lora_B.to_empty(device="cpu")
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+        return adapted.requires_grad_(True)
+
+    if not fills:
+        with pytest.raises(ValueError, match=r"made parameters that have no values:\n  \S+lora_A\S+\n"):
+            fp.load_pretrained(tmp_path / "in", MESH, over_both, adapt=adapt)
+        return
+    fn, params = fp.load_pretrained(tmp_path / "in", MESH, over_both, adapt=adapt)
+    full, own = params.full(), dict(fn.module.named_parameters())
+    base = {name: x for name, x in full.items() if "lora_" not in name}
+    assert sorted(map(float, map(torch.sum, base.values()))) == sorted(
+        float(x.detach().sum()) for x in model.parameters()
+    )
+    assert len(full) > len(base) and all(torch.equal(full[name], own[name]) for name in full.keys() - base.keys())
+    with torch.no_grad():
+        wanted = model.eval()(**batch, use_cache=False).logits
+        assert (fn(full, **batch, use_cache=False).logits - wanted).abs().max() < 1e-6
+    with pytest.raises(TypeError, match="fn is no function of a model of transformers, but of PeftModel"):
+        fp.save_pretrained(params, tmp_path / "out", fn)

@@ -26,6 +26,7 @@ from ...runtime import device_of, world_size
 from ...stateful import Sharded, peers_of
 from ...training import TrainState, parameters_of
 from .assembled import Assembled
+from .meta_model import require_transformers
 from .weight_names import first_names, require_same, written_names
 from .weights_folder import CONFIG, GENERATION, INDEX, SINGLE
 
@@ -60,7 +61,7 @@ def save_pretrained(
         TypeError: if `fn` is no function of a model of transformers.
     """
     model, folder = getattr(fn, "module", None), Path(folder)
-    if model is None or not hasattr(model, "save_pretrained"):
+    if not isinstance(model, require_transformers().PreTrainedModel):
         raise TypeError(f"save_pretrained: fn is no function of a model of transformers, but of {type(model).__name__}")
     if isinstance(params, TrainState):
         params = parameters_of(params)

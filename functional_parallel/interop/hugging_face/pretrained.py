@@ -11,30 +11,33 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P
+from sharding_specs import Box, Mesh, P
 
 from ...checkpoint import LeafLayout, Piece, ReadItem, SavePlan, fill_shards, plan_restore
 from ...errors import CheckpointError
 from ...functions import as_local_function, functional
+from ...ir import without_memory
 from ...pipelines import pipeline_of
-from ...runtime import Where, runtime_of
-from ...stateful import Sharded, at_rest, filled
+from ...runtime import Where, default_runtime, runtime_of
+from ...stateful import Sharded, at_rest, filled, listed
 from ...transforms import Plan, Transform
-from .assembled import Assembled
+from .assembled import Assembled, Source
 from .meta_model import make_buffers, meta_model
 from .weight_names import read_names
 from .weights_folder import WeightsFolder
 
 Values = Mapping[str, Sequence[Assembled]]
+Plans = Transform | Plan | Callable[[Any], Transform | Plan] | None
 
 
 def load_pretrained(
     folder: str | Path,
     mesh: Mesh,
-    plan: Transform | Plan | Callable[[Any], Transform | Plan] | None = None,
+    plan: Plans = None,
     *,
     dtype: torch.dtype | None = None,
     model_class: Any = None,
+    adapt: Callable[[Any], Any] | None = None,
 ) -> tuple[Callable[..., Any], Sharded]:
     """Read a Hugging Face folder of safetensors onto a mesh. Each rank reads the slices that it will hold.
 
@@ -66,6 +69,8 @@ def load_pretrained(
             ranks of the stages that use it.
         dtype: dtype of the parameters, to which reads convert. By default that of config.json.
         model_class: class of the model, or an Auto class of transformers. By default the one that config.json names.
+        adapt: returns the module to use for the model without values, such as one with the adapters of peft. Parameters
+            that it adds must have values.
 
     Returns:
         The function of the model, in the mode `eval` (`fn.module.train()` changes it), and its parameters. A function
@@ -84,8 +89,7 @@ def load_pretrained(
         found = files.tensors()
         model = meta_model(path, model_class, dtype, _stored(found))
         values = read_names(model, found, str(path))
-        plan = plan if plan is None or isinstance(plan, (Plan, Transform)) else plan(model)
-        return _read(files, model, values, mesh, plan)
+        return _read(files, model, values, mesh, plan, adapt)
 
 
 def _stored(found: Mapping[str, Assembled]) -> torch.dtype:
@@ -93,29 +97,47 @@ def _stored(found: Mapping[str, Assembled]) -> torch.dtype:
 
 
 def _read(
-    files: WeightsFolder, model: Any, values: Values, mesh: Mesh, plan: Transform | Plan | None
+    files: WeightsFolder, model: Any, values: Values, mesh: Mesh, plan: Plans, adapt: Callable[[Any], Any] | None
 ) -> tuple[Callable[..., Any], Sharded]:
-    fn, shapes = functional(model)
+    device = default_runtime(mesh).device or torch.get_default_device()
+    make_buffers(model, values, device)
+    params = functional(model)[1]
+    _read_constants(model, {name: value for name, value in values.items() if name not in params}, files, device)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    module = model if adapt is None else adapt(model)
+    fn, shapes = functional(module)
+    held = {name: names.get(id(x), "") for name, x in module.named_parameters() if name in shapes}
+    new = {name: shapes[name] for name, old in held.items() if not old}
+    empty = [name for name, x in new.items() if x.is_meta]
+    if empty:
+        told = "\n  ".join(listed(empty))
+        raise ValueError(f"load_pretrained: adapt= made parameters that have no values:\n  {told}\nLet it fill them")
+    assembled = {name: values[old] for name, old in held.items() if old}
+    assembled |= {name: [Assembled.of_key(f"new {name}", x.shape, x.dtype)] for name, x in new.items()}
+    made = {f"new {name}": x for name, x in new.items()}
+    plan = plan if plan is None or isinstance(plan, (Plan, Transform)) else plan(module)
     f = as_local_function(fn if plan is None else plan(fn))
     resolved = f.resolve((shapes,), mesh)
     if resolved.stacks is not None:
         raise ValueError(
             "load_pretrained: a Hugging Face model has no stacks of layers: leave specs= of fp.pipeline out"
         )
-    runtime = partial(runtime_of, mesh, f)
-    device = runtime().device or torch.get_default_device()
-    make_buffers(model, values, device)
-    _read_constants(model, {name: value for name, value in values.items() if name not in shapes}, files, device)
     specs, where = optree.tree_map(at_rest, resolved.arguments[0]), _stages(shapes, mesh, f)
     known = [LeafLayout("params", name, tuple(x.shape), x.dtype, (Piece(P()),)) for name, x in shapes.items()]
 
+    def source(key: str, box: Box, target: torch.Tensor) -> None:
+        if key in made:
+            target.copy_(made[key][box.slices])
+        else:
+            files.read(key, box, target)
+
     def fill(leaves: Sequence[LeafLayout], shards: dict[tuple[int, int], torch.Tensor]) -> None:
         items = plan_restore(SavePlan(Mesh(), tuple(known)), leaves, mesh)
-        fill_shards(items, shards, partial(_read_into, files, values))
+        fill_shards(items, shards, partial(_read_into, source, assembled))
 
-    sorted_where = [where[name] for name in sorted(shapes)]
-    params = filled(dict(shapes), specs, runtime, device, fill, sorted_where.__getitem__)
-    return functional(model)[0], params
+    like = optree.tree_map(without_memory, shapes)
+    ranks = [where[name] for name in sorted(shapes)]
+    return fn, filled(like, specs, partial(runtime_of, mesh, f), device, fill, ranks.__getitem__)
 
 
 def _read_constants(model: Any, values: Values, files: WeightsFolder, device: torch.device) -> None:
@@ -145,17 +167,17 @@ def _stages(shapes: Mapping[str, torch.Tensor], mesh: Mesh, f: Any) -> dict[str,
 
 
 def _read_into(
-    files: WeightsFolder, values: Values, items: Sequence[ReadItem], held: Callable[[int], torch.Tensor], rank: int
+    source: Source, values: Values, items: Sequence[ReadItem], held: Callable[[int], torch.Tensor], rank: int
 ) -> None:
     for item in items:
         (value, *others), target = values[item.leaf.key], item.part.view(held(item.part.held))
-        value.read(item.part.box, target, files.read)
+        value.read(item.part.box, target, source)
         for other in others:
             again = torch.empty_like(target)
-            other.read(item.part.box, again, files.read)
+            other.read(item.part.box, again, source)
             if not torch.equal(again, target):
                 names = " and ".join(sorted(value.keys | other.keys))
                 raise CheckpointError(
-                    f"{files.path}: {item.leaf.key} is a tied weight, and {names} differ in the files: set "
+                    f"load_pretrained: {item.leaf.key} is a tied weight, and {names} differ in the files: set "
                     "tie_word_embeddings to false in config.json"
                 )
