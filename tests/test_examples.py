@@ -98,6 +98,13 @@ def test_decode_with_cache(run: Run) -> None:
     assert float(re.findall(r"differ by (\S+)", text)[0]) < 1e-5
 
 
+def test_generate(run: Run) -> None:
+    short = ["--steps", "2", "--embed", "16", "--length", "3"]
+    text = run("generate.py", "--mesh", "data=2,pipe=2", *short)
+    assert len(re.findall(r"^'", text, re.MULTILINE)) == 4, "a line for each prompt"
+    assert float(re.findall(r"differ by (\S+)", text)[0]) < 1e-4
+
+
 def test_train_gpt(run: Run, tmp_path: Path) -> None:
     """A few steps on a small model: a plot, a sample, a summary; `test_main_job.py` compares losses."""
     size = ["--steps", "3", "--layers", "1", "--embed", "16", "--heads", "2", "--time", "32", "--batch", "8"]

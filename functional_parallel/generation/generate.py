@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -41,6 +41,17 @@ class Generated:
     def rows(self) -> list[torch.Tensor]:
         """Return the new tokens of each row."""
         return [row[:length] for row, length in zip(self.tokens, self.lengths.tolist(), strict=True)]
+
+
+class _Programs(NamedTuple):
+    prefill: Compiled
+    decode: Compiled
+    batch: dict[str, torch.Tensor]
+    shapes: PyTree  # of the state between them
+
+    def weights(self, params: PyTree) -> Sharded:
+        """Return parameters as both programs hold them."""
+        return self.decode.hold(params, self.shapes, others=[self.prefill.lower(params, None, self.batch)])
 
 
 class Generator:
@@ -136,17 +147,38 @@ class Generator:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}: it is a number of tokens, 1 or more")
         rows = rows_of(prompts, self.model)
         self.model.require(rows, max_new_tokens)
+        keys = random.fold_in(random.key(seed), torch.arange(len(rows))) if keys is None else keys
+        params = _parameters(params)
+        programs = self._programs(params, self._batch(rows, max_new_tokens, keys))
         with _evaluated(self.model.module):
-            decode, weights, state = self._begin(params, rows, max_new_tokens, seed, keys)
+            weights = programs.weights(params)
+            _, state = programs.prefill(weights, None, programs.batch)
         is_ended = torch.zeros(len(rows), dtype=torch.bool)
         for step in range(1, max_new_tokens + 1):
             with _evaluated(self.model.module):
-                token, state = decode(weights, state)
+                token, state = programs.decode(weights, state)
             token = token[: len(rows)]
             yield token
             is_ended = is_ended.to(token.device) | _is_end(token, self.eos)
             if self.eos and step % self.look_every == 0 and is_ended.all():
                 return
+
+    def lower(self, params: PyTree, *, rows: int, prompt: int, max_new_tokens: int) -> Mapping[str, Any]:
+        """Return the programs "prefill" and "decode" for rows of prompts of this length, without running them.
+
+        They have the collectives, the memory and the price of generation on a mesh that nobody holds.
+
+        Args:
+            params: parameters, which may be on the meta device.
+            rows, prompt, max_new_tokens: numbers of rows, of tokens of the longest prompt, and of new tokens.
+        """
+        self._programs(_parameters(params), self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens))
+        return self.programs()
+
+    def hold(self, params: PyTree, *, rows: int = 1, prompt: int = 2, max_new_tokens: int = 1) -> Sharded:
+        """Return parameters in the layout of generation, for several calls with them. Arguments are as for `lower`."""
+        params, given = _parameters(params), self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens)
+        return self._programs(params, given).weights(params)
 
     def programs(self) -> Mapping[str, Any]:
         """Return the programs used last: "prefill" and "decode"."""
@@ -155,19 +187,22 @@ class Generator:
 
     # --- the programs ---
 
-    def _begin(
-        self, params: PyTree, rows: list[torch.Tensor], new: int, seed: int, keys: torch.Tensor | None
-    ) -> tuple[Compiled, Sharded, Sharded]:
+    def _batch(
+        self, rows: list[torch.Tensor], new: int, keys: torch.Tensor | None = None
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Return the padded batch of a prefill, and the length of the cache."""
         prompts = Prompts(rows, self.model, self._rows_together())
         columns, length = self._lengths(prompts.longest, new)
-        keys = random.fold_in(random.key(seed), torch.arange(len(rows))) if keys is None else keys
-        batch = prompts.padded(columns, keys)
-        params = parameters_of(params) if isinstance(params, TrainState) else params
-        prefill = self._prefill(length)
-        shapes, specs = prefill.new_state(params, None, batch)
-        decode = self._decode(specs)
-        weights = decode.hold(params, shapes, others=[prefill.lower(params, None, batch)])
-        return decode, weights, prefill(weights, None, batch)[1]
+        return prompts.padded(columns, torch.zeros(len(rows)).long() if keys is None else keys), length
+
+    def _programs(self, params: PyTree, given: tuple[dict[str, torch.Tensor], int]) -> _Programs:
+        batch, length = given
+        with _evaluated(self.model.module):
+            prefill = self._prefill(length)
+            shapes, specs = prefill.new_state(params, None, batch)
+            decode = self._decode(specs)
+            decode.lower(params, shapes)
+        return _Programs(prefill, decode, batch, shapes)
 
     def _lengths(self, prompt: int, new: int) -> tuple[int, int]:
         """Return the lengths of padded prompts and of the cache."""
@@ -235,6 +270,10 @@ def generate(
     """
     generator = Generator(fn, mesh, plan, **options)
     return generator(params, prompts, max_new_tokens=max_new_tokens, seed=seed, keys=keys)
+
+
+def _parameters(params: PyTree) -> PyTree:
+    return parameters_of(params) if isinstance(params, TrainState) else params
 
 
 def _end_tokens(module: Any, eos: int | Sequence[int] | None) -> tuple[int, ...]:

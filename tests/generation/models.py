@@ -1,10 +1,9 @@
-"""Small models that generate: examples/gpt.py, the families of tests/models, T5 and BART, with prompts and rules."""
+"""Small models that generate: examples/gpt.py and the families of tests/models, with prompts."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
@@ -12,26 +11,11 @@ import optree
 import torch
 from torch import Tensor
 
-from sharding_specs import P, split
+from sharding_specs import split
 from tests.layout_of_code import ROOT
-from tests.models import test_families
+from tests.models.families import made
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [40, 41, 42, 43]]
-
-COLUMNS = (
-    *("*[qkv]_proj.weight", "*[qkv]_proj.bias", "*gate_proj.weight", "*up_proj.weight", "*embed_tokens.weight"),
-    *("*fc1.weight", "*fc1.bias", "*dense_h_to_4h.weight", "*dense_h_to_4h.bias", "*mlp.c_fc.bias", "*wi.weight"),
-    *("*Attention.[qkv].weight", "lm_head.weight", "embed_out.weight", "*embed_in.weight", "*shared.weight"),
-)
-ROWS = ("*o_proj.weight", "*out_proj.weight", "*down_proj.weight", "*fc2.weight", "*dense_4h_to_h.weight", "*.o.weight")
-RULES = {**dict.fromkeys(COLUMNS, P("tensor")), **dict.fromkeys(ROWS, P(None, "tensor"))}
-RULES |= {"*wo.weight": P(None, "tensor"), "*relative_attention_bias.weight": P(None, "tensor")}
-RULES |= {"*mlp.gate_up_proj.weight": P((2, "tensor")), "*experts*": P()}
-
-
-def rules_for(params: dict[str, Tensor]) -> dict[str, P]:
-    """Layouts over `tensor`, by rules that find something."""
-    return {pattern: spec for pattern, spec in RULES.items() if any(fnmatchcase(name, pattern) for name in params)}
 
 
 @cache
@@ -63,34 +47,34 @@ def parameters(dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
     return optree.tree_map(lambda x: x.to(dtype) * 5, params), specs
 
 
-def t5() -> Any:
-    import transformers
-
-    options: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    torch.manual_seed(0)
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**options, **tokens, dropout_rate=0.0))
-
-
-def bart() -> Any:
-    import transformers
-
-    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in BART.items()}
-    tokens = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0}
-    options: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 32, "dropout": 0.0}
-    torch.manual_seed(0)
-    return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(**options, **sides, **tokens, forced_eos_token_id=None)
-    )
-
-
-BART = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
-FAMILIES = [name for name in test_families.FAMILIES if name != "GPT-J"]
+FAMILIES = [
+    *(
+        "Llama",
+        "Qwen3",
+        "Mistral",
+        "Gemma3",
+        "Phi3",
+        "OLMo2",
+        "GPT-NeoX",
+        "Falcon",
+        "OPT",
+        "GPT-2",
+        "GPT-Neo",
+        "Mixtral",
+    ),
+    *("T5", "BART", "BLOOM"),
+]
 
 
 def model_of(family: str) -> Any:
-    """An unmodified model of transformers that does not end by itself."""
-    model: Any = {"T5": t5, "BART": bart}[family]() if family in ("T5", "BART") else test_families.model_of(family)
+    """An unmodified model of transformers in float32 that does not end by itself, in training mode."""
+    options = {"Mistral": {"sliding_window": 4}, "Gemma3": {"sliding_window": 4}}.get(family, {})
+    model: Any = made(family, **options)[0].float()
+    if family == "BLOOM":  # with the autograd.Function of its activation
+        from transformers.models.bloom.modeling_bloom import BloomGelu
+
+        for block in model.transformer.h:
+            block.mlp.gelu_impl = BloomGelu()
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     model.generation_config.pad_token_id = model.config.get_text_config().pad_token_id or 0
     return model
