@@ -151,10 +151,10 @@ def cached_logits(
 
 def cached_attention(block: Any, x: torch.Tensor, held: Any, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
     q, k, v = (einsum(x, block[name], "b t e, e h d -> b h t d") for name in ("q", "k", "v"))
-    held = [write(slots, new, positions) for slots, new in zip(held, (rotary(k, positions), v), strict=True)]
-    is_past = torch.arange(held[0].shape[2], device=x.device) <= rearrange(positions, "b t -> b 1 t 1")
-    mixed = F.scaled_dot_product_attention(rotary(q, positions), *held, attn_mask=is_past)
-    return einsum(mixed, block["o"], "b h t d, h d e -> b t e"), tuple(held)
+    keys, values = write(held[0], rotary(k, positions), positions), write(held[1], v, positions)
+    is_past = torch.arange(keys.shape[2], device=x.device) <= rearrange(positions, "b t -> b 1 t 1")
+    mixed = F.scaled_dot_product_attention(rotary(q, positions), keys, values, attn_mask=is_past)
+    return einsum(mixed, block["o"], "b h t d, h d e -> b t e"), (keys, values)
 
 
 def write(slots: torch.Tensor, new: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -68,13 +68,13 @@ FAMILIES = [
 
 def model_of(family: str) -> Any:
     """An unmodified model of transformers in float32 that does not end by itself, in training mode."""
-    options = {"Mistral": {"sliding_window": 4}, "Gemma3": {"sliding_window": 4}}.get(family, {})
+    options: dict[str, Any] = {"Mistral": {"sliding_window": 4}, "Gemma3": {"sliding_window": 4}}.get(family, {})
     model: Any = made(family, **options)[0].float()
     if family == "BLOOM":  # with the autograd.Function of its activation
         from transformers.models.bloom.modeling_bloom import BloomGelu
 
         for block in model.transformer.h:
-            block.mlp.gelu_impl = BloomGelu()
+            block.mlp.gelu_impl = BloomGelu()  # type: ignore[no-untyped-call]
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     model.generation_config.pad_token_id = model.config.get_text_config().pad_token_id or 0
     return model

@@ -25,7 +25,7 @@ MESHES = [(d, t, p) for d in (1, 2, 4, 8) for t in (1, 2, 4) for p in (1, 2) if 
 def drawn_plan(draw: Any, axes: tuple[int, int, int], specs: Any) -> tuple[Mesh, Any]:
     """A mesh of these sizes, with any ZeRO stage and any number of microbatches."""
     data, tensor, pipe = axes
-    plan = [fp.tensor_parallel("tensor", specs)] if tensor > 1 else []
+    plan: list[Any] = [fp.tensor_parallel("tensor", specs)] if tensor > 1 else []
     plan.append(fp.zero(draw(st.integers(0, 3)), "data"))
     if pipe > 1:
         plan.append(fp.pipeline("pipe", microbatches=draw(st.sampled_from([1, 2])) if data < 8 else 1))
@@ -36,7 +36,7 @@ def drawn_plan(draw: Any, axes: tuple[int, int, int], specs: Any) -> tuple[Mesh,
 @st.composite
 def splits(draw: Any) -> list[int]:
     """A split of a text into a prefill and calls of one or more tokens."""
-    total, calls = draw(st.integers(2, 12)), []
+    total, calls = draw(st.integers(2, 12)), list[int]()
     while sum(calls) < total:
         calls.append(draw(st.integers(1, total - sum(calls))))
     return calls
