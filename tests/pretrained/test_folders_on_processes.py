@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 
 import functional_parallel as fp
 from sharding_specs import Mesh, P, local_shape, rules
+from tests.layout_of_code import ROOT
 from tests.processes import run_on_processes
 
 from .bags import config_of, model_of
@@ -83,6 +87,20 @@ def test_each_process_reads_its_shards(names: tuple[str, ...], tmp_path: Path) -
         assert not any(info.values()), info
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
         assert len([*Path(f"{folder}-{name}").glob("*.safetensors")]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has the memory of a process")
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,tensor=2", "pipe=2"])
+def test_the_peak_of_a_rank_is_its_shards_and_one_slice(mesh: str) -> None:
+    """Of a model of 603 MB."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "load_pretrained.py"), "--json", "--only", mesh]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=500, env=environment).stdout
+    (ranks,) = json.loads(said.splitlines()[-1]).values()
+    for rank in ranks:
+        assert rank["held"] > 500e6 / len(ranks) and rank["read"] <= rank["held"] * 1.01
+        assert rank["peak"] <= 1.05 * rank["held"] + rank["slice"]
 
 
 def with_a_full_disk(rank: int, folder: str) -> str:
