@@ -6,14 +6,15 @@ import inspect
 
 import pytest
 
+from .bags import model_of
+
 transformers = pytest.importorskip("transformers")
 mapping = pytest.importorskip("transformers.conversion_mapping")
 loading = pytest.importorskip("transformers.core_model_loading")
 
 
 def test_the_mapping_of_a_model_has_renames_and_conversions() -> None:
-    config = transformers.MixtralConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
-    found = mapping.get_model_conversion_mapping(transformers.MixtralForCausalLM(config))
+    found = mapping.get_model_conversion_mapping(model_of("Mixtral")[0])
     converters = [each for each in found if isinstance(each, loading.WeightConverter)]
     assert any(isinstance(each, loading.WeightRenaming) for each in found) and converters
     assert all(each.source_patterns and each.operations and not each.was_used() for each in converters)
