@@ -32,7 +32,7 @@ from .program import Explanation, PassTable, Program
 from .quantities import is_positive_int
 from .runtime import check_backend, moved_to, refuse_asynchronous, runtime_of
 from .stateful import Sharded, StatefulProgram, held_argument, new_state_of, require_same_state, run_held, tensors_of
-from .tracing import disable_ambient_modes, recorder
+from .tracing import disable_ambient_modes, gradients_wanted, recorder
 
 
 @explain_keywords
@@ -270,14 +270,23 @@ class Compiled:
         moved = tuple(arg.like(device) if isinstance(arg, Sharded) else moved_to(device, arg) for arg in args)
         return self._programs.lower(moved, None, lambda: self._traced(moved), exact=True)
 
+    @property
+    def _takes_derivatives(self) -> bool:
+        """Whether the function is or may contain a derivative that is taken of a trace."""
+        return not isinstance(self.f, LocalFunction) or bool(_DERIVATIVES.intersection(self.f.applied.describe))
+
     def _traced(self, args: tuple[PyTree, ...]) -> Lowered:
         resolved: Any = self.f.resolve(args, self.mesh) if isinstance(self.f, LocalFunction) else self._specs
         taken = resolved.entered(args) if isinstance(resolved, Resolved) else args
         paths = ArgumentPaths() if self.state is None else ArgumentPaths(state=str(self.state), new_state="1")
-        lowered = lower(self.f, self.mesh, taken, resolved, name=self.name, options=self.options, paths=paths)
+        with gradients_wanted(torch.is_grad_enabled() or self._takes_derivatives):
+            lowered = lower(self.f, self.mesh, taken, resolved, name=self.name, options=self.options, paths=paths)
         if self.state is not None:
             require_same_state(lowered, taken, self.state)
         return lowered
+
+
+_DERIVATIVES = {"grad", "grad_and_value", "hessian", "jvp", "vmap"}
 
 
 def _name(f: Callable[..., PyTree]) -> str:

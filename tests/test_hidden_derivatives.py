@@ -373,3 +373,21 @@ def test_an_op_without_a_derivative_is_refused_where_one_is_taken(plan: Any, mes
         return torch.tanh(torch.tanh(x * w) * w).sum() + peak.sum()
 
     assert torch.isfinite(fp.compile(fp.grad(plan(without)), mesh)(w, x)).all()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_function_is_inlined_where_no_gradient_is_wanted(plan: Any) -> None:
+    """Under torch.no_grad(). The same compiled function refuses it where a derivative may be taken of its program."""
+    f = total(hidden(doubled))
+    compiled, gradient = fp.compile(plan(f), DATA), fp.compile(fp.grad(plan(f)), DATA)
+    with torch.no_grad():
+        close(compiled(W, X), f(W, X))
+        close(compiled(W, X), f(W, X))
+        with pytest.raises(CustomFunctionError, match="Hidden would lose its backward"):
+            gradient(W, X)
+        inside = fp.compile(plan(lambda w, x: fp.grad(f)(w, x)), DATA)
+        close(inside(W, X), fp.grad(f)(W, X))  # a derivative inside has been taken, with the function's backward
+    with pytest.raises(CustomFunctionError, match="Hidden would lose its backward"):
+        compiled(W, X)
+    with pytest.raises(CustomFunctionError, match="Hidden would lose its backward"):
+        torch.func.grad(compiled)(W, X)

@@ -18,7 +18,7 @@ from .. import _torch
 from ..checker import Typing, known_spec, record_input_specs, run_typed, type_of
 from ..collectives import current_axes
 from ..ir import aval_of
-from ..tracing import CapturedTensors, Recorder, depends_on_layouts, recorder, trace
+from ..tracing import CapturedTensors, Recorder, depends_on_layouts, gradients_wanted, recorder, trace
 from .request import PyTree
 from .resolved import beside
 
@@ -60,7 +60,7 @@ def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[PyTree]
 
     flat, structure = beside(run)
 
-    with _torch.counting_levels():
+    with _torch.counting_levels(), gradients_wanted(True):
         traced = trace(
             flat,
             [aval_of(leaves[index]) for index in tensors],

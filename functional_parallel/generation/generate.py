@@ -298,12 +298,13 @@ def _generated(tokens: torch.Tensor, eos: tuple[int, ...]) -> Generated:
 
 @contextmanager
 def _evaluated(module: nn.Module | None) -> Iterator[None]:
-    """Context in which a module is in the mode `eval`."""
+    """Context in which a module is in the mode `eval`, and no gradient is wanted."""
     trained = [] if module is None or not module.training else [each for each in module.modules() if each.training]
     for each in trained:
         each.training = False
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         for each in trained:
             each.training = True

@@ -14,5 +14,5 @@ from .recorded_calls import CopyableMode, RecordedCall
 from .repeated import repeated
 from .sites import AmbientKey, ambient_keys
 from .straight_through import OP as STRAIGHT_THROUGH
-from .switches import autocast_dtypes, disable_ambient_modes
+from .switches import autocast_dtypes, disable_ambient_modes, gradients_wanted
 from .valueless import stand_in, stand_ins, valueless

@@ -44,6 +44,7 @@ from ..ir import (
     recompute_region,
     topological_order,
 )
+from .assumptions import assume
 from .constant_folding import asks_for_values, draws, fold_constants
 from .control_flow import unrolled
 from .devices import require_one_device
@@ -51,6 +52,7 @@ from .enclosing import CapturedTensors
 from .interception import Interception, Replaced, replacement_of
 from .mutation import mutate
 from .strided import strided
+from .switches import in_trace_without_gradient, no_gradient_is_wanted
 from .writer import TraceWriter
 
 aten = torch.ops.aten
@@ -249,7 +251,7 @@ class Recorder(TraceWriter):
             return False
         functions = _torch.running_functions(trace.__code__)
         foreign = [each for each in functions if each.__module__.split(".")[0] != _PACKAGE]
-        if self.forward_only and foreign and not _is_of_a_user(func):
+        if self.forward_only and foreign and not _is_of_a_user(func) and not _may_be_inlined():
             raise CustomFunctionError(
                 f"{current_source()}: the autograd.Function {foreign[0].__name__} would lose its backward here, "
                 "because derivatives are taken from the traced forward. Write it with differentiable ops (a "
@@ -257,6 +259,13 @@ class Recorder(TraceWriter):
                 "or as an op with a rule: fp.register_rule(op, text, function=…), see docs/rules.md"
             )
         return not functions or gradients_at_call() is False
+
+
+def _may_be_inlined() -> bool:
+    """Whether a function without its backward is right, because the program takes no derivative."""
+    if is_unwanted := in_trace_without_gradient():
+        assume(no_gradient_is_wanted)
+    return is_unwanted
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Modes that a user enters around a call and that change the behaviour of torch's ops: autocast, inference mode.
+"""Modes that a user enters around a call and that change the behaviour of torch's ops: autocast, no_grad, inference.
 
 A function has one program per state of autocast; the casts are ops of the program. A program runs without these modes.
 Autocast would cast operands a second time, and tensors created in inference mode cannot be modified afterwards.
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+from .. import _torch
 
 _DEVICES = ("cpu", "cuda")
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -36,3 +38,24 @@ def disable_ambient_modes() -> AbstractContextManager[None]:
 def _switched_off() -> Iterator[None]:
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
+
+
+@contextmanager
+def gradients_wanted(are_wanted: bool) -> Iterator[None]:
+    """Context of a trace that may be differentiated, or will not be, as under `torch.no_grad()`."""
+    with _torch.pushed(_wanted(), are_wanted):
+        yield
+
+
+def in_trace_without_gradient() -> bool:
+    """Whether the current trace will not be differentiated. Other traces may be."""
+    return bool(_wanted()) and not _wanted()[-1]
+
+
+def no_gradient_is_wanted() -> bool:
+    """Whether the current trace will not be differentiated; outside a trace, whether gradients are off."""
+    return not _wanted()[-1] if _wanted() else not torch.is_grad_enabled()
+
+
+def _wanted() -> list[bool]:
+    return _torch.of_thread("wanted gradients", list[bool])
