@@ -31,7 +31,16 @@ from .pipelines import PipelineProgram
 from .program import Explanation, PassTable, Program
 from .quantities import is_positive_int
 from .runtime import check_backend, moved_to, refuse_asynchronous, runtime_of
-from .stateful import Sharded, StatefulProgram, held_argument, new_state_of, require_same_state, run_held, tensors_of
+from .stateful import (
+    Sharded,
+    StatefulProgram,
+    held_argument,
+    new_state_of,
+    require_same_state,
+    run_held,
+    steps_of,
+    tensors_of,
+)
 from .tracing import disable_ambient_modes, gradients_wanted, recorder
 
 
@@ -236,6 +245,16 @@ class Compiled:
         """
         runtime = partial(runtime_of, self.mesh, self.f)
         return held_argument(self._lower(args, runtime().device), args[0], runtime, others)
+
+    def steps(self, first: Sharded, state: PyTree) -> Callable[[Sharded], tuple[PyTree, Sharded]]:
+        """Return the function of the state alone, for many calls with one first argument. It checks nothing again.
+
+        Args:
+            first: what `hold` returned.
+            state: the state, or tensors like it.
+        """
+        lowered = self._lower((first, state), runtime_of(self.mesh, self.f).device)
+        return steps_of(self._programs, lowered, first, partial(runtime_of, self.mesh, self.f))
 
     def new_state(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
         """Return the new state for these arguments, as tensors without values, and its specs. Nothing runs.

@@ -153,10 +153,11 @@ class Generator:
         with _evaluated(self.model.module):
             weights = programs.weights(params)
             _, state = programs.prefill(weights, None, programs.batch)
+            decode = programs.decode.steps(weights, programs.shapes)
         is_ended = torch.zeros(len(rows), dtype=torch.bool)
         for step in range(1, max_new_tokens + 1):
-            with _evaluated(self.model.module):
-                token, state = programs.decode(weights, state)
+            with torch.no_grad():
+                token, state = decode(state)
             token = token[: len(rows)]
             yield token
             is_ended = is_ended.to(token.device) | _is_end(token, self.eos)

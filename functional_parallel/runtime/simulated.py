@@ -60,7 +60,8 @@ class SimulatedRuntime(Runtime[SimulatedValue, Program]):
     def run(
         self, program: Program, handles: list[SimulatedValue], batch: Sequence[torch.Tensor] = (), whose: str = ""
     ) -> list[SimulatedValue]:
-        differentiable = any(_torch.has_functorch_level(handle) for handle in handles)
+        may_be = torch.is_grad_enabled() or _torch.is_inside_transform()
+        differentiable = may_be and any(_torch.has_functorch_level(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:
             with _torch.disable_functorch():  # else constants would belong to the transform, in later calls too

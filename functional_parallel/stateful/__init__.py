@@ -12,7 +12,7 @@ from .held import (
     tensors,
     tensors_of,
 )
-from .held_call import held_argument, new_state_of, require_same_state, run_held
+from .held_call import held_argument, new_state_of, require_same_state, run_held, steps_of
 from .held_leaves import HeldLeaves, leaf_layout, owners_along, peers_of, saved_shapes
 from .sharded import Sharded, filled
 from .signatures import listed, on_one_line, structure_as_text

@@ -101,16 +101,38 @@ def run_held(
         pairs = zip(given, program.in_specs[len(handles) :], strict=False)
         handles += [on.entered(x, spec) for x, spec in pairs]
     if state is None:
-        return lowered.result(programs.run(on, lowered, handles, kept=kept))
-    first = lowered.out_tree.child(0).num_leaves
+        return lowered.result(programs.run(on, lowered, handles, kept=storages(*kept)))
+    return _replacing(programs, lowered, runtime)(handles, storages(*kept), old)
+
+
+def steps_of(
+    programs: StatefulProgram, lowered: Lowered, weights: Sharded, runtime: Callable[[], Runtime[Any, Any]]
+) -> Callable[[Sharded], tuple[PyTree, Sharded]]:
+    """Return the function of the state alone of a program of weights and state, which checks nothing in a call."""
+    held, run = tensors(weights.handles), _replacing(programs, lowered, runtime)
+    kept = storages(*held)
+    return lambda state: run([*held, *tensors(state.handles)], kept, state)
+
+
+def _replacing(
+    programs: StatefulProgram, lowered: Lowered, runtime: Callable[[], Runtime[Any, Any]]
+) -> Callable[[list[Any], set[int], Sharded | None], tuple[PyTree, Sharded]]:
+    """Return a function that runs a program whose second result replaces a state, or makes it."""
+    on, (result, state) = runtime(), lowered.out_tree.children()
+    first = result.num_leaves
     staying = slice(lowered.tensors_before(first), None)
-    with nullcontext() if old is None else old.used(old.give()):
-        results = programs.run(on, lowered, handles, staying=staying, kept=kept)
-    leaves = lowered.leaves(results)
-    result = lowered.out_tree.child(0).unflatten(leaves[:first])
-    if old is not None:
-        return result, old.replaced(leaves[first:])
-    return result, Sharded.made(lowered.out_tree.child(1), leaves[first:], program.out_specs[staying], runtime)
+
+    def run(handles: list[Any], kept: set[int], old: Sharded | None) -> tuple[PyTree, Sharded]:
+        with nullcontext() if old is None else old.used(old.give()):
+            results = programs.run(on, lowered, handles, staying=staying, kept=kept)
+        leaves = lowered.leaves(results)
+        if old is None:
+            new = Sharded.made(state, leaves[first:], lowered.program.out_specs[staying], runtime)
+        else:
+            new = old.replaced(leaves[first:])
+        return result.unflatten(leaves[:first]), new
+
+    return run
 
 
 def new_state_of(lowered: Lowered) -> tuple[PyTree, PyTree]:

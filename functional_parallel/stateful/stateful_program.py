@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import optree
@@ -13,7 +13,7 @@ from ..ir import leaf_signature
 from ..lowering import Lowered
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
-from ..runtime import Runtime, copy_if_aliased, storages
+from ..runtime import Runtime, copy_if_aliased
 from ..tracing import ProgramCache, disable_ambient_modes
 
 
@@ -56,7 +56,7 @@ class StatefulProgram:
         whose: str = "",
         *,
         staying: slice = slice(0),
-        kept: Sequence[Any] | None = None,
+        kept: Collection[int] | None = None,
     ) -> list[Any]:
         """Run a program. Return the handles of the results that stay on the ranks, and the others as full tensors.
 
@@ -64,11 +64,12 @@ class StatefulProgram:
             runtime, lowered, handles: the runtime, the program and its inputs.
             batch, whose: as for `Runtime.run`.
             staying: the results that stay on the ranks.
-            kept: inputs with which results must not share memory, or each other; None if the program takes care of it.
+            kept: storages of inputs with which results must not share memory, or each other; None if the program takes
+                care of it.
         """
         with disable_ambient_modes():
             results = runtime.run(lowered.program, handles, batch, whose)
-        taken = storages(*kept or ())
+        taken = set(kept or ())
         stays = range(len(results))[staying]
         for index in stays if kept is not None else ():
             results[index] = copy_if_aliased(results[index], taken)

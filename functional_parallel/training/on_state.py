@@ -16,7 +16,7 @@ from ..lowering import Lowered, lower
 from ..passes import Options
 from ..pipelines import PipelineProgram, pipeline_of
 from ..program import Explanation, PassTable, Program
-from ..runtime import moved_to, refuse_asynchronous
+from ..runtime import moved_to, refuse_asynchronous, storages
 from ..stateful import StatefulProgram, StaticLeaf, at_rest, listed, structure_as_text, tensors_of
 from .batches import BatchInputs
 from .states import States
@@ -54,7 +54,8 @@ class StateFunction:
         lowered = self._lower(layout, state, moved_to(runtime.device, batch))
         lowered.require_layouts(tensors_of(batch), len(handles))
         extra, shown = self.batches.entered(runtime, lowered.program, self.f.name, batch)
-        return lowered.result(self.compiled.run(runtime, lowered, [*handles, *extra], shown, state.whose, kept=handles))
+        kept = storages(*handles)
+        return lowered.result(self.compiled.run(runtime, lowered, [*handles, *extra], shown, state.whose, kept=kept))
 
     @with_short_tracebacks
     def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Program | PipelineProgram:
