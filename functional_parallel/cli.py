@@ -33,6 +33,7 @@ from sharding_specs.pytree import SpecTree, Tree
 
 from . import checkpoint
 from .errors import CheckpointError, LaunchError, OrderError, PipelineError, ScheduleError
+from .generation import folder_command
 from .planning import CONVENTIONS, estimate
 from .program import HARDWARE, Program, columns, readable_bytes
 from .runtime import launch_of_environment
@@ -101,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     schedule = commands.add_parser("schedule", help="a pipeline schedule: its timeline, bubble and peak memory")
     command.add_options(schedule)
     schedule.set_defaults(run=command.run)
+
+    generate = commands.add_parser("generate", help="text from a Hugging Face folder, on a mesh")
+    folder_command.add_options(generate)
+    generate.set_defaults(run=folder_command.run)
 
     for signatures in (explain, price, memory):
         signatures.add_argument("target", metavar="module:function", help="called with the mesh, see below")

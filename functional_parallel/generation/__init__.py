@@ -1,5 +1,6 @@
 """Generation: text from causal models with a cache of keys and values that stays on the ranks."""
 
+from . import folder_command
 from .cached_model import CachedModel, FunctionWithCache, cached_model
 from .generate import Generated, Generator, generate
 from .sampling import Sampling
@@ -12,6 +13,7 @@ __all__ = [
     "Generator",
     "Sampling",
     "cached_model",
+    "folder_command",
     "generate",
     "serving_plan",
 ]

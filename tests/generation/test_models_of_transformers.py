@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel import cli
 from sharding_specs import Mesh, rules
 
 from ..processes import run_on_processes
@@ -131,3 +133,26 @@ def test_prompts_that_the_model_cannot_read_are_refused() -> None:
     assert torch.equal(
         generator(params, padded, max_new_tokens=2).tokens, generator(params, [[5, 6], [7]], max_new_tokens=2).tokens
     )
+
+
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "pipe=2"])
+def test_the_command_continues_a_prompt(mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = model_of("Llama")
+    model.generation_config.eos_token_id = 63
+    model.save_pretrained(tmp_path)
+    words = {f"w{index}": index for index in range(64)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    prompts = ["w5 w6 w7", "w9"]
+    status = cli.main(
+        ["generate", str(tmp_path), "--mesh", mesh, "--max-new-tokens", "4"]
+        + [word for prompt in prompts for word in ("--prompt", prompt)]
+    )
+    wanted = [*generated_by_transformers(model_of("Llama"), [[5, 6, 7], [9]], 4)]
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 0
+    assert lines == [
+        p + " ".join(f"w{token}" for token in row.tolist()) for p, row in zip(prompts, wanted, strict=True)
+    ]
