@@ -13,7 +13,7 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel.ir import info
-from sharding_specs import Mesh, P
+from sharding_specs import Mesh, P, split
 
 from .models import CONFIG, cached, forward, gpt, parameters
 
@@ -77,7 +77,7 @@ def test_the_cache_is_laid_out_like_keys_and_written_in_place() -> None:
 def test_the_peak_is_parameters_and_cache() -> None:
     options: Any = {"layers": 2, "embed": 64, "heads": 4, "vocab": 64}
     config = gpt().Config(**options)
-    params, _ = __import__("sharding_specs").split(gpt().init(config))
+    params, _ = split(gpt().init(config))
     f = partial(gpt().cached_logits, config=config)
     made = fp.Generator(f, Mesh(data=2), fp.zero(3, "data"), cache=gpt().empty_cache, buckets=(16, 1024))
     made(params, PROMPTS, max_new_tokens=2)
@@ -85,6 +85,24 @@ def test_the_peak_is_parameters_and_cache() -> None:
     held = sum(x.numel() * x.element_size() for x in optree.tree_leaves(params))
     cache = 2 * config.layers * len(PROMPTS) // 2 * config.embed * 1024 * 4
     assert held + cache < program.memory().peak < 1.05 * (held + cache)
+
+
+def test_each_stage_peaks_at_its_parameters_and_cache() -> None:
+    config = gpt().Config(layers=2, embed=64, heads=4, vocab=64)
+    params, _ = split(gpt().init(config))
+    f = partial(gpt().cached_logits, config=config)
+    plan = fp.pipeline("pipe", microbatches=2)
+    made = fp.Generator(f, Mesh(pipe=2), plan, cache=gpt().empty_cache, buckets=(16, 1024))
+    program = made.lower(params, rows=4, prompt=9, max_new_tokens=900)["decode"]
+    nodes = list(zip(program.in_paths, program.inputs, strict=True))
+    shapes = dict(zip((path for path, _ in nodes), map(info, program.inputs), strict=True))
+    for rank, memory in enumerate(program.memory().ranks):
+        mine = [path for path, node in nodes if rank in program.holders(node)]
+        held = sum(shapes[path].aval.nbytes for path in mine if path.startswith("0/"))
+        cache = 2 * 4 * config.embed * 1024 * 4
+        assert held + cache < memory.peak < 1.05 * (held + cache)
+    lines = [line for program in program.every_program() for line in program.lines()]
+    assert sum(" = scatter_" in line for line in lines) == 2 * config.layers
 
 
 def test_parameters_of_zero_3_are_gathered_once() -> None:

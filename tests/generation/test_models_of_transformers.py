@@ -41,6 +41,18 @@ def test_a_model_generates_as_it_is(family: str, kind: str) -> None:
     assert model.training, "the mode of the model is restored"
 
 
+@pytest.mark.filterwarnings("ignore::sharding_specs.errors.SpecWarning")
+def test_fewer_heads_of_keys_than_ranks_are_replicated() -> None:
+    model, mesh = model_of("Llama"), Mesh(tensor=4)
+    fn, params = fp.functional(model)
+    generator = fp.Generator(fn, mesh, fp.tensor_parallel("tensor", rules.for_model(model, mesh=mesh)))
+    found = generator(params, PROMPTS, max_new_tokens=NEW)
+    assert torch.equal(found.tokens, generated_by_transformers(model, PROMPTS, NEW))
+    decode = generator.programs()["decode"]
+    cache = [spec for path, spec in zip(decode.in_paths, decode.in_specs, strict=True) if "cache/layers" in path]
+    assert len(cache) == 4 and not any(spec.axes for spec in cache)
+
+
 def test_a_model_is_priced_without_weights() -> None:
     """Llama-3-8B in bfloat16: 32 rows and a cache of 4,096 tokens on eight ranks."""
     heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
