@@ -99,7 +99,9 @@ def run_held(
         lowered.require_layouts(given, len(handles))
         on.check_same(program.name, program.in_paths[len(handles) :][: len(given)], given)
         pairs = zip(given, program.in_specs[len(handles) :], strict=False)
-        handles += [on.entered(x, spec) for x, spec in pairs]
+        entered = [on.entered(x, spec) for x, spec in pairs]
+        kept += [] if state is None else entered  # a new state is written into by the next call
+        handles += entered
     if state is None:
         return lowered.result(programs.run(on, lowered, handles, kept=storages(*kept)))
     return _replacing(programs, lowered, runtime)(handles, storages(*kept), old)

@@ -140,3 +140,19 @@ def test_rows_are_not_written_into_a_value_that_is_read_later() -> None:
     assert rows_written(lambda s, x, i: (s.index_copy(0, i, x), s)) == ["index_copy"], "the old state is returned"
     assert rows_written(lambda s, x, i: (x.sum(), s.index_copy(0, i, s[2:3]))) == ["index_copy"], "rows of itself"
     assert rows_written(lambda s, x, i: (x.sum(), s.view(4, 3).index_copy(0, i, x[:, :3]).view(3, 4))) == ["index_copy"]
+
+
+@pytest.mark.parametrize("state", [None, torch.zeros(2, 4)])
+def test_a_new_state_does_not_share_memory_with_arguments(state: torch.Tensor | None) -> None:
+    def take(p: torch.Tensor, s: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sum(), x
+
+    def write(p: torch.Tensor, s: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sum(), s.index_copy(1, torch.tensor([1]), x[:, :1])
+
+    mesh, plan = Mesh(data=1), fp.data_parallel("data")
+    given, w = torch.ones(2, 4), torch.ones(1)
+    _, held = fp.compile(plan(take), mesh, state=1)(w, state, given)
+    _, held = fp.compile(plan(write), mesh, state=1)(w, held, torch.full((2, 4), 7.0))
+    assert torch.equal(given, torch.ones(2, 4))
+    assert torch.equal(held.full(), torch.tensor([[1.0, 7.0, 1.0, 1.0]] * 2))
