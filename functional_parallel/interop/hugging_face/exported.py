@@ -63,6 +63,8 @@ def save_pretrained(
     model, folder = getattr(fn, "module", None), Path(folder)
     if not isinstance(model, require_transformers().PreTrainedModel):
         raise TypeError(f"save_pretrained: fn is no function of a model of transformers, but of {type(model).__name__}")
+    if not folder.name:
+        raise CheckpointError(f"save_pretrained: {str(folder)!r} names no new folder: give one inside of it")
     if isinstance(params, TrainState):
         params = parameters_of(params)
     if not isinstance(params, Sharded):
@@ -80,7 +82,7 @@ def save_pretrained(
         peers.agree(problem, "before a folder of a model")
         export = _Export(model, params, max_file)
         peers.agree(export.write(made), "after writing a folder of a model")
-        problem = _failure(partial(_complete, made, folder, model, export.files), made) if peers.rank == 0 else ""
+        problem = _failure(partial(_complete, made, folder, export), made) if peers.rank == 0 else ""
         peers.agree(problem, "at the end of a folder of a model")
     except CheckpointError:
         if peers.rank == 0:
@@ -92,7 +94,7 @@ def _failure(act: Callable[[], None], folder: Path) -> str:
     """Return what went wrong. The other processes must know it before it is raised."""
     try:
         act()
-    except (OSError, CheckpointError) as error:
+    except (OSError, ValueError, CheckpointError) as error:  # a ValueError of transformers is about a config
         return f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
     return ""
 
@@ -105,7 +107,7 @@ class _Export:
     """
 
     def __init__(self, model: Any, params: Sharded, max_file: int) -> None:
-        self.params, self.runtime, state = params, params.runtime(), model.state_dict()
+        self.model, self.params, self.runtime, state = model, params, params.runtime(), model.state_dict()
         names = dict.fromkeys(first_names(model).values())
         self.constants = {name: state[name] for name in names if name in state and name not in params.shapes}
         every = {**params.shapes, **self.constants}
@@ -200,17 +202,19 @@ def _parts(groups: Iterable[Group], most: int) -> Iterator[Group]:
         yield part
 
 
-def _complete(made: Path, folder: Path, model: Any, files: Mapping[str, Group]) -> None:
+def _complete(made: Path, folder: Path, export: _Export) -> None:
     """Write what is not a tensor, and give the folder its name."""
-    config, disk, came_from = copy.deepcopy(model.config), Disk(), Path(model.config.name_or_path or made)
-    config.dtype = str(next(iter(model.parameters())).dtype).removeprefix("torch.")
+    model, files, disk = export.model, export.files, Disk()
+    config, came_from = copy.deepcopy(model.config), Path(model.config.name_or_path or made)
+    first = next(name for name, _ in model.named_parameters())
+    config.dtype = str(export.params.shapes.get(first, model.get_parameter(first)).dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     config.save_pretrained(made)
-    for each in sorted(came_from.iterdir()) if came_from.is_dir() else ():
+    for each in sorted(came_from.iterdir()) if (came_from / CONFIG).exists() else ():
         is_own = each.name == CONFIG or each.name.endswith(".index.json") or each.parent == made
         if each.is_file() and each.suffix in _COPIED and not is_own:
             shutil.copyfile(each, made / each.name)
-    if model.can_generate() and not (made / GENERATION).exists():
+    if model.can_generate() and not _is_unchanged(model.generation_config, made):
         model.generation_config.save_pretrained(made)
     if len(files) > 1:
         weight_map = {key: name for name, tensors in files.items() for key in tensors}
@@ -222,3 +226,8 @@ def _complete(made: Path, folder: Path, model: Any, files: Mapping[str, Group]) 
     disk.sync_folder(made)
     disk.rename(made, folder)
     disk.sync_folder(folder.parent)
+
+
+def _is_unchanged(generation: Any, made: Path) -> bool:
+    """Whether a folder has this config of generation, which may be one that transformers reads and does not write."""
+    return (made / GENERATION).exists() and type(generation).from_pretrained(made, local_files_only=True) == generation

@@ -80,6 +80,8 @@ def _weight_map(path: Path) -> Mapping[str, str]:
         raise CheckpointError(
             f"{path} is not a folder; huggingface_hub.snapshot_download(name) fetches a model of the Hub into one"
         )
+    if (path / SINGLE).exists():  # as transformers, which leaves an old index beside it
+        return {"": SINGLE}
     if (path / INDEX).exists():
         found = read_json(path / INDEX).get("weight_map")
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
@@ -90,8 +92,6 @@ def _weight_map(path: Path) -> Mapping[str, str]:
                     f"{path / INDEX}: {key!r} is in {name!r}, outside of the folder: files are named relative to it"
                 )
         return found
-    if (path / SINGLE).exists():
-        return {"": SINGLE}
     pickles = sorted(each.name for each in path.glob("*.bin"))
     if pickles:
         raise CheckpointError(
