@@ -121,3 +121,19 @@ def test_what_fails_on_one_process_is_raised_on_all(tmp_path: Path) -> None:
     for message in run_on_processes(with_a_full_disk, 2, str(tmp_path / "in")):
         assert "rank 1: " in message and "No space left on device" in message
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
+
+
+def on_one_of_two(rank: int, folder: str) -> list[bool]:
+    one = Mesh(data=1, ranks=[1])
+    fn, params = fp.load_pretrained(folder, one, fp.zero(3, "data"))
+    with pytest.raises(ValueError, match=r"some of the processes: give params.relayout\(specs, mesh\)"):
+        fp.save_pretrained(params, f"{folder}-one", fn)
+    fp.save_pretrained(params.relayout(P(), Mesh(data=2)), f"{folder}-both", fn)
+    again = transformers.LlamaForCausalLM.from_pretrained(f"{folder}-both")
+    wanted = transformers.LlamaForCausalLM.from_pretrained(folder)
+    return [torch.equal(a, b) for a, b in zip(again.parameters(), wanted.parameters(), strict=True)]
+
+
+def test_a_mesh_of_some_of_the_processes(tmp_path: Path) -> None:
+    model_of("Llama")[0].save_pretrained(tmp_path / "in")
+    assert all(map(all, run_on_processes(on_one_of_two, 2, str(tmp_path / "in"))))

@@ -59,6 +59,7 @@ def save_pretrained(
         CheckpointError: on every process, if the folder exists, parameters are missing or have other shapes than the
             model's, or a process could not write its part.
         TypeError: if `fn` is no function of a model of transformers.
+        ValueError: if the parameters are on some of the processes.
     """
     model, folder = getattr(fn, "module", None), Path(folder)
     if not isinstance(model, require_transformers().PreTrainedModel):
@@ -69,6 +70,11 @@ def save_pretrained(
         params = parameters_of(params)
     if not isinstance(params, Sharded):
         params = Sharded.of(dict(params), Mesh(process=world_size()), P())
+    if params.mesh.is_partial and not params.runtime().is_simulated:
+        raise ValueError(
+            f"save_pretrained: the parameters are on {params.mesh!r}, some of the processes: give "
+            "params.relayout(specs, mesh), on a mesh of all of them"
+        )
     shapes = [{name: tuple(x.shape) for name, x in each.items()} for each in (params.shapes, functional(model)[1])]
     require_same(shapes[0], shapes[1], "save_pretrained: these are not the parameters of fn")
     peers, made, problem = peers_of(params.runtime()), folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}"), ""
