@@ -32,7 +32,7 @@ def plan_of(kind: str, model: Any) -> Any:
 
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.every(14)
+@pytest.mark.every(15)
 def test_a_model_generates_as_it_is(family: str, kind: str) -> None:
     model = model_of(family)
     fn, params = fp.functional(model)
@@ -81,7 +81,7 @@ def _on_a_rank(rank: int, family: str, kind: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.every(42)
+@pytest.mark.every(45)
 def test_a_model_generates_on_processes(family: str, kind: str) -> None:
     wanted = generated_by_transformers(model_of(family), PROMPTS, NEW)
     assert all(torch.equal(found, wanted) for found in run_on_processes(_on_a_rank, 2, family, kind))
