@@ -145,10 +145,15 @@ class _Given:
         return name
 
     def is_apart_from(self, result: Any) -> bool:
-        """Whether no list or other object of a result is one that the call reaches, or occurs twice in the result."""
+        """Whether no list or other object of a result is one that the call reaches, or occurs twice in the result.
+
+        The leaves and the structure must be all of it: a node may have attributes, or an order, that these do not have.
+        """
         register_dataclasses(result)
-        nodes = [id(each) for each in _flattened(result)[2] if type(each) is not tuple]
-        return len({*nodes}) == len(nodes) and {*nodes}.isdisjoint(map(id, (*self._nodes, *self.state.objects)))
+        leaves, tree, objects = _flattened(result)
+        nodes = [id(each) for each in objects if type(each) is not tuple]
+        is_new = len({*nodes}) == len(nodes) and {*nodes}.isdisjoint(map(id, (*self._nodes, *self.state.objects)))
+        return is_new and ReachedState(result).key == ReachedState(tree.unflatten(leaves)).key
 
 
 def _flattened(tree: Any) -> tuple[list[Any], optree.PyTreeSpec, list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import UserDict
 from typing import Any
 
 import numpy
@@ -186,6 +187,25 @@ def shared_and_separate_weights(mark: Mark, params: Any, x: Tensor) -> Tensor:
     return x
 
 
+class Numbered(UserDict[str, Tensor]):
+    number = 1.0
+
+
+def results_with_an_order_and_attributes(mark: Mark, params: Any, x: Tensor) -> Tensor:
+    """The leaves of the mapping are sorted by key, and have no attributes of it."""
+
+    @mark
+    def layer(p: Any, x: Tensor) -> Numbered:
+        found = Numbered(b=affine(p, x), a=x)
+        found.number = 2.0
+        return found
+
+    for p in params:
+        found = layer(p, x)
+        x = next(iter(found.values())) * found.number
+    return x
+
+
 def in_other_modes(mark: Mark, params: Any, x: Tensor) -> Tensor:
     layer = mark(affine)
     for number, p in enumerate(params):
@@ -202,7 +222,7 @@ DIFFERENT: dict[str, tuple[Loss, int]] = {
         *((written_arguments, 5), (numbers_from_an_iterator, 5), (pythons_random_numbers, 5)),
         *((closures_over_functions, 5), (counted_in_a_class, 5), (appended_by_a_method, 5), (over_an_array, 5)),
         *((strides_of_an_argument, 5), (values_of_an_argument, 5), (under_a_derivative, 5)),
-        *((shared_and_separate_weights, 4), (in_other_modes, 4)),
+        *((shared_and_separate_weights, 4), (in_other_modes, 4), (results_with_an_order_and_attributes, 5)),
     )
 }
 
