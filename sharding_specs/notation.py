@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,14 +23,19 @@ def parse_dims(text: str, sizes: Mapping[str, Blocks]) -> list[tuple[str | Block
     """
     axes: dict[str, tuple[str, ...]] = {}
     sums: dict[str, Blocks] = {}
+    prefix = next(each for each in ("blocks" * count for count in itertools.count(1)) if each not in text)
 
     def name_of(match: re.Match[str]) -> str:
-        name = f"blocks{len(sums)}"
+        name = f"{prefix}{len(sums)}"
         sums[name] = blocks_of([int(size) for size in match.group().split("+")])
         return name
 
     def take(match: re.Match[str]) -> str:
         name, target, several = match.group(1), match.group(2), match.group(3)
+        if name in sums:
+            raise ValueError(
+                f"spec {text!r}: blocks are around a factor that an axis splits; write (2+1 name/{target})"
+            )
         named = tuple(part.strip() for part in several.split(",")) if several is not None else (target,)
         if not all(axis.isidentifier() for axis in named):
             raise ValueError(f"spec {text!r}: {match.group(0)!r} does not read; write name/axis or name/(axis,axis)")

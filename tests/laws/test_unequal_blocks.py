@@ -70,6 +70,12 @@ def test_forms_of_one_spec() -> None:
     assert [(*box.start, *box.size) for box, _ in boxes] == [(2, 2), (5, 1), (7, 1)]
 
 
+def test_texts_of_blocks() -> None:
+    assert P.parse("(2+1 blocks0/data) (3+1 blocks1/tensor)") == P(((2, 1), "data"), ((3, 1), "tensor"))
+    with pytest.raises(SpecError, match=re.escape("write (2+1 name/tensor)")):
+        P.parse("2+1/tensor")
+
+
 @pytest.mark.parametrize("wrong", [((), "t"), ((2, 0), "t"), ((2, "u"), "t"), ((True, 2), "t"), ((2.0, 1), "t")])
 def test_sizes_that_are_none(wrong: Any) -> None:
     with pytest.raises(SpecError, match="tuples of sizes of blocks; got"):
