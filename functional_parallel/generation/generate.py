@@ -23,7 +23,7 @@ from ..training import TrainState, parameters_of
 from .cached_model import cached_model
 from .prompts import LengthBuckets, Prompts, rows_of
 from .sampling import Sampling
-from .serving import data_axes, microbatches_of, serving_plan
+from .serving import data_axes, is_pipelined, microbatches_of, serving_plan, without_single_ranks
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Generator:
         look_every: int = 8,
     ) -> None:
         self.model = cached_model(fn, cache)
-        self.mesh, self.plan, self.pad = mesh, plan, pad
+        self.mesh, self.plan, self.pad = mesh, without_single_ranks(plan, mesh), pad
         self.sampling = Sampling(temperature, top_k, top_p)
         self.buckets = LengthBuckets(None if buckets is None else tuple(buckets))
         self.eos = _end_tokens(self.model.module, eos)
@@ -134,7 +134,8 @@ class Generator:
                 rounding.
 
         Raises:
-            ValueError: if the prompts are empty, padded without a mask, or beyond the positions of the model.
+            ValueError: if the prompts are empty, padded without a mask, or beyond the positions of the model, or there
+                is not a key per row.
         """
         steps = list(self.stream(params, prompts, max_new_tokens=max_new_tokens, seed=seed, keys=keys))
         return _generated(torch.stack(steps, 1), self.eos)
@@ -148,6 +149,9 @@ class Generator:
         rows = rows_of(prompts, self.model)
         self.model.require(rows, max_new_tokens)
         keys = random.fold_in(random.key(seed), torch.arange(len(rows))) if keys is None else keys
+        if not isinstance(keys, torch.Tensor) or keys.shape != (len(rows),) or keys.dtype != torch.int64:
+            found = f"{keys.dtype} {tuple(keys.shape)}" if isinstance(keys, torch.Tensor) else type(keys).__name__
+            raise ValueError(f"keys of {len(rows)} prompts: {found}; give an int64 tensor with a key per row")
         params = _parameters(params)
         programs = self._programs(params, self._batch(rows, max_new_tokens, keys))
         with _evaluated(self.model.module):
@@ -192,7 +196,7 @@ class Generator:
         self, rows: list[torch.Tensor], new: int, keys: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], int]:
         """Return the padded batch of a prefill, and the length of the cache."""
-        prompts = Prompts(rows, self.model, self._rows_together())
+        prompts = Prompts(rows, self.model, self._rows_together(len(rows)))
         columns, length = self._lengths(prompts.longest, new)
         return prompts.padded(columns, torch.zeros(len(rows)).long() if keys is None else keys), length
 
@@ -211,12 +215,13 @@ class Generator:
         length = self.buckets.at_least(new + (0 if self.model.is_encoder_decoder else columns), "a cache")
         return self.model.slots(columns, length)
 
-    def _rows_together(self) -> int:
+    def _rows_together(self, rows: int) -> int:
         """Number of rows that the number of rows must be a multiple of."""
         ranks = 1
         for axis in data_axes(self.plan):
             ranks *= self.mesh.axis_size(axis)
-        return ranks * microbatches_of(self.plan)
+        found = ranks * microbatches_of(self.plan)
+        return max(found, 2) if rows == 1 and is_pipelined(self.plan) else found  # stages cut the rows
 
     def _prefill(self, length: int) -> Compiled:
         model = self.model

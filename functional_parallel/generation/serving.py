@@ -8,7 +8,7 @@ from typing import Any
 
 import optree
 
-from sharding_specs import P
+from sharding_specs import Mesh, P
 
 from ..functions import LocalFunction, SpecTree, as_local_function
 from ..requests import Order
@@ -34,6 +34,15 @@ def serving_plan(plan: Any, state: SpecTree = None, *, arguments: int = 1) -> Ca
     return lambda f: as_local_function(served(f))
 
 
+def without_single_ranks(plan: Any, mesh: Mesh) -> Any:
+    """Return a plan without data axes of one rank, over which a batch of one row would have no spec of its own."""
+    if not data_axes(plan):
+        return plan
+    single = {axis for axis in data_axes(plan) if mesh.axis_size(axis) == 1}
+    rows = (zero, data_parallel)
+    return chain(*(each for each in plan.transforms if not (isinstance(each, rows) and each.axis in single)))
+
+
 def data_axes(plan: Any) -> tuple[str, ...]:
     """Return the axes that split the rows."""
     found = [] if plan is None else plan.transforms
@@ -43,6 +52,10 @@ def data_axes(plan: Any) -> tuple[str, ...]:
 def microbatches_of(plan: Any) -> int:
     """Return the number of microbatches of the plan's pipeline, 1 without one."""
     return next((each.microbatches for each in getattr(plan, "transforms", ()) if isinstance(each, pipeline)), 1)
+
+
+def is_pipelined(plan: Any) -> bool:
+    return any(isinstance(each, pipeline) for each in getattr(plan, "transforms", ()))
 
 
 def _served(transform: Transform, state: SpecTree, arguments: int) -> Transform | None:

@@ -186,3 +186,10 @@ def test_wrong_calls_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             made(PARAMS, prompts, max_new_tokens=new)
+    for keys, message in (
+        (torch.arange(1), r"keys of 2 prompts: torch.int64 \(1,\); give an int64 tensor with a key per row"),
+        (torch.arange(3), r"keys of 2 prompts: torch.int64 \(3,\)"),
+        (torch.ones(2), r"keys of 2 prompts: torch.float32 \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generator(temperature=1.0)(PARAMS, PROMPTS[:2], max_new_tokens=1, keys=keys)

@@ -87,6 +87,20 @@ def test_a_model_generates_on_processes(family: str, kind: str) -> None:
     assert all(torch.equal(found, wanted) for found in run_on_processes(_on_a_rank, 2, family, kind))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [
+        (Mesh(data=1), fp.zero(3, "data")),
+        (Mesh(pipe=2), fp.pipeline("pipe", microbatches=1)),
+        (Mesh(data=1, pipe=2), fp.chain(fp.data_parallel("data"), fp.pipeline("pipe", microbatches=1))),
+    ],
+)
+def test_one_prompt_generates_on_any_mesh(mesh: Mesh, plan: Any) -> None:
+    model = model_of("Llama")
+    found = fp.generate(*fp.functional(model), PROMPTS[:1], mesh, plan, max_new_tokens=NEW)
+    assert torch.equal(found.tokens, generated_by_transformers(model, PROMPTS[:1], NEW))
+
+
 def test_a_row_ends_at_the_end_token_of_the_model() -> None:
     model = model_of("Llama")
     free = generated_by_transformers(model, PROMPTS, NEW)
