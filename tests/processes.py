@@ -2,8 +2,8 @@
 
 A rank that raises ends the run at once with its traceback; a run that hangs ends at the timeout.
 
-Importing torch takes seconds, so every rank is forked from a process that did only this. There is one such process for
-each number of a rank, since in those of a launcher Python's hashes differ, and so the order of sets.
+Importing torch takes seconds, so every rank is forked from a process that did only this. There are two such processes,
+for even and odd ranks, since in those of a launcher Python's hashes differ, and so the order of sets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import functional_parallel as fp
 from . import process_settings  # noqa: F401
 from .devices import backend_of_ranks, use_device
 
-__all__ = ["RankError", "connect", "outcome", "run_on_processes"]
+__all__ = ["RankError", "connect", "free_port", "outcome", "run_on_processes"]
 
 
 class RankError(AssertionError):
@@ -59,7 +59,7 @@ def run_on_processes(
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
     work = pickle.dumps((fn, args))  # a rank loads the module of `fn`, with its tensors, when its device is chosen
-    launched = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    launched = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     workers = [
         context.Process(target=_worker, args=(work, rank, {**os.environ, **launched}, results, timeout), daemon=True)
         for rank in range(world_size)
@@ -78,9 +78,13 @@ def run_on_processes(
                 worker.join()
 
 
-@cache
 def _server(rank: int) -> forkserver.ForkServer:
-    """The process that ranks of a number are forked from."""
+    """The process that a rank is forked from."""
+    return _server_with_own_hashes(rank % 2)
+
+
+@cache
+def _server_with_own_hashes(number: int) -> forkserver.ForkServer:
     server = forkserver.ForkServer()
     server.set_forkserver_preload([__name__, "torch._dynamo"])  # torch imports the second when it first traces
     server.ensure_running()
@@ -122,7 +126,8 @@ def _worker(work: bytes, rank: int, environment: dict[str, str], results: Any, t
         connect(timeout)
         payload = io.BytesIO()
         torch.save(fn(rank, *args), payload)  # as bytes: shared-memory tensors would die with this process
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         results.put((rank, False, payload.getvalue()))
     except BaseException:
         results.put((rank, True, traceback.format_exc()))
@@ -142,7 +147,7 @@ def connect(timeout: float, **options: Any) -> None:
     dist.barrier()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

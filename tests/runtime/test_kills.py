@@ -24,7 +24,7 @@ import torch.multiprocessing as multiprocessing
 
 import functional_parallel as fp
 from sharding_specs import Mesh, P
-from tests.processes import _free_port, _server, connect, run_on_processes
+from tests.processes import _server, connect, free_port, run_on_processes
 
 LIMIT = 30.0
 START_TIMEOUT = 12.0
@@ -129,7 +129,7 @@ def kill_one(case: Case, phase: str, draw: random.Random, folder: Path) -> Kill:
         **os.environ,
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "FUNCTIONAL_PARALLEL_ALGORITHM": case.algorithm,
         "FUNCTIONAL_PARALLEL_START_TIMEOUT": str(START_TIMEOUT),
     }

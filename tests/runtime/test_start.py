@@ -17,7 +17,7 @@ import torch.multiprocessing as multiprocessing
 from functional_parallel.runtime import ProcessRuntime, launch_of_environment
 from functional_parallel.runtime.watch import START_VARIABLE, launched_store, start, start_seconds, watch
 from sharding_specs import Mesh
-from tests.processes import _free_port, _server, run_on_processes
+from tests.processes import _server, free_port, run_on_processes
 
 DEAD = 17
 
@@ -57,7 +57,7 @@ def outcomes(absent: int, dies: str, seconds: float, folder: Path, every: float 
         **os.environ,
         "WORLD_SIZE": "4",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         START_VARIABLE: str(seconds),
     }
     run_on_processes(str, 4)  # the servers of ranks have then imported torch, which takes longer than a start
