@@ -255,14 +255,16 @@ def _cut_off(params: Any, x: Tensor) -> Tensor:
 
 
 def _indexed(params: Any, x: Tensor) -> Tensor:
+    layer = mark(mlp)
     for index in range(len(params["layers"]["up"])):
-        x = mlp({name: stacked[index] for name, stacked in params["layers"].items()}, x)
+        x = layer({name: stacked[index] for name, stacked in params["layers"].items()}, x)
     return x
 
 
 def _split_up(params: Any, x: Tensor) -> Tensor:
+    layer = mark(mlp)
     for up, down in zip(params["layers"]["up"].unbind(), params["layers"]["down"], strict=True):
-        x = mlp({"up": up, "down": down}, x)
+        x = layer({"up": up, "down": down}, x)
     return x
 
 
@@ -282,17 +284,18 @@ def _stacked_inside(params: Any, x: Tensor) -> Tensor:
 
 def _windows(params: Any, x: Tensor) -> Tensor:
     """Each layer reads other columns of a value that a plan may split along them, and other positions of another."""
-    wide, first = x @ params["layers"][0]["up"], x.cos()
+    wide, first, layer = x @ params["layers"][0]["up"], x.cos(), mark(mlp)
     for index, w in enumerate(params["layers"]):
-        x = mlp(w, x * first[:, index % TIME, None]) * wide[..., index : index + WIDTH] + wide[..., index, None]
+        x = layer(w, x * first[:, index % TIME, None]) * wide[..., index : index + WIDTH] + wide[..., index, None]
     return x
 
 
 def _sizes(params: Any, x: Tensor) -> Tensor:
     """Layers of two widths, in no period."""
+    layer = mark(mlp)
     for index, w in enumerate(params["layers"]):
         half = slice(0, 8 if index in (0, 3, 4) else 16)
-        x = mlp({"up": w["up"][:, half], "down": w["down"][half]}, x)
+        x = layer({"up": w["up"][:, half], "down": w["down"][half]}, x)
     return x
 
 
@@ -304,9 +307,9 @@ def _crossed(params: Any, x: Tensor) -> Tensor:
         mixed = F.scaled_dot_product_attention(a @ w["up"], b @ w["up"], b @ w["down"].T)
         return a + mixed @ w["down"], b
 
-    beside = x.flip(1)
+    marked, beside = mark(layer), x.flip(1)
     for w in params["layers"]:
-        x, beside = layer(w, x, beside)
+        x, beside = marked(w, x, beside)
     return x * beside
 
 
