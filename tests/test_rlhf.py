@@ -36,6 +36,15 @@ def dtype() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+@pytest.fixture
+def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model, for what holds without training it to an end."""
+    import gpt
+    import rlhf
+
+    monkeypatch.setattr(rlhf, "CONFIG", gpt.Config(layers=1, embed=32, heads=4, vocab=16))
+
+
 def run(script: str, *options: str, folder: Path) -> str:
     """What an example prints, in float64."""
     with pytest.MonkeyPatch.context() as patch:
@@ -64,9 +73,10 @@ def test_advantages_of_groups_are_white_on_any_mesh(ranks: int, prompts: int, gr
 
     scores, f = drawn(seed, ranks * prompts * group), partial(rlhf.group_advantage, group=group)
     found = fp.compile(fp.partition(f, "data", P("data"), P("data")), Mesh(data=ranks))(scores)
-    by_prompt = found.reshape(-1, group)
+    by_prompt, spread = found.reshape(-1, group), scores.reshape(-1, group).std(1)
     assert torch.allclose(found, f(scores), rtol=1e-12)
-    assert by_prompt.mean(1).abs().max() < 1e-12 and (by_prompt.std(1) - 1).abs().max() < 1e-2
+    assert by_prompt.mean(1).abs().max() < 1e-12
+    assert torch.allclose(by_prompt.std(1), spread / (spread + 1e-4), rtol=1e-9)  # 1, if no scores are close
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.floats(0, 1), st.integers(0, 99))
@@ -116,6 +126,7 @@ def test_a_preference_lowers_the_loss_of_its_side() -> None:
     assert new.grad is not None and (new.grad[0::2] < 0).all() and (new.grad[1::2] > 0).all()
 
 
+@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize("script", ["grpo.py", pytest.param("ppo.py", marks=pytest.mark.slow)])
 def test_the_first_ratio_is_one_and_rewards_are_equal_on_meshes(script: str, tmp_path: Path) -> None:
     options = ("--steps", "2", "--updates", "1")
@@ -134,15 +145,16 @@ def test_samples_on_another_mesh_are_the_same(tmp_path: Path) -> None:
     assert rewards(run("grpo.py", *options, folder=tmp_path)) == rewards(other)
 
 
+@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize("script", [pytest.param("grpo.py", marks=pytest.mark.slow), "ppo.py"])
 def test_a_run_goes_on_from_its_checkpoints(script: str, tmp_path: Path) -> None:
     """All models are saved: the curve is that of one run."""
     mesh = ("--mesh", "data=2")
-    whole = run(script, *mesh, "--steps", "4", folder=tmp_path)
+    whole = run(script, *mesh, "--steps", "2", folder=tmp_path)
     saved = (*mesh, "--save", str(tmp_path / "saved"))
-    parts = [run(script, *saved, "--steps", steps, folder=tmp_path) for steps in ("2", "4")]
+    parts = [run(script, *saved, "--steps", steps, folder=tmp_path) for steps in ("1", "2")]
     lines = [re.findall(r"^\d+: .*", text, re.MULTILINE) for text in (whole, *parts)]
-    assert len(lines[0]) == 4 and lines[0] == lines[1] + lines[2]
+    assert len(lines[0]) == 2 and lines[0] == lines[1] + lines[2]
 
 
 @pytest.mark.slow
