@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import optree
@@ -35,13 +35,19 @@ def generator(mesh: Mesh = BOTH[0], plan: Any = BOTH[1], **options: Any) -> fp.G
     return fp.Generator(**cached(), mesh=mesh, plan=plan, **options)
 
 
+@cache
+def shared() -> fp.Generator:
+    """That of `BOTH`, whose programs several tests use."""
+    return generator()
+
+
 @pytest.fixture(scope="module")
 def wanted() -> list[list[int]]:
     return [greedy(prompt, 12) for prompt in PROMPTS]
 
 
 def test_text_is_that_of_full_forwards(wanted: list[list[int]]) -> None:
-    made = generator()
+    made = shared()
     assert made(PARAMS, PROMPTS, max_new_tokens=12).tokens.tolist() == wanted
     assert made(PARAMS, PROMPTS[2:3], max_new_tokens=5).tokens.tolist() == [wanted[2][:5]], "a row beside padding rows"
 
@@ -64,7 +70,7 @@ def test_each_program_is_traced_once_per_bucket(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_cache_is_laid_out_like_keys_and_written_in_place() -> None:
-    made = generator()
+    made = shared()
     made(PARAMS, PROMPTS, max_new_tokens=2)
     program = made.programs()["decode"]
     cache = [info(node) for node in program.traced.inputs if info(node).path.startswith("1/cache")]
@@ -106,7 +112,7 @@ def test_each_stage_peaks_at_its_parameters_and_cache() -> None:
 
 
 def test_parameters_of_zero_3_are_gathered_once() -> None:
-    made = generator()
+    made = shared()
     made(PARAMS, PROMPTS, max_new_tokens=2)
     assert made.programs()["decode"].counts() == {
         ("psum", ("tensor",)): 2 * CONFIG["layers"] + 1,
@@ -116,7 +122,7 @@ def test_parameters_of_zero_3_are_gathered_once() -> None:
 
 def test_parameters_come_from_a_step_or_the_ranks(wanted: list[list[int]]) -> None:
     mesh, plan = BOTH
-    made = generator()
+    made = shared()
 
     def loss(params: Any, tokens: Tensor) -> Tensor:
         found: Tensor = gpt().loss(params, tokens, gpt().Config(**CONFIG))
@@ -132,7 +138,7 @@ def test_parameters_come_from_a_step_or_the_ranks(wanted: list[list[int]]) -> No
 
 
 def test_tokens_stream_and_rows_end(wanted: list[list[int]]) -> None:
-    steps = generator().stream(PARAMS, PROMPTS, max_new_tokens=12)
+    steps = shared().stream(PARAMS, PROMPTS, max_new_tokens=12)
     first, second = next(steps), next(steps)
     assert torch.stack([first, second], 1).tolist() == [row[:2] for row in wanted]
     end = wanted[0][4]
