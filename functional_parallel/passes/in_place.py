@@ -147,13 +147,18 @@ def _unpack_into_old(traced: Traced) -> None:
 
 
 def _write_rows(traced: Traced) -> None:
-    """Write rows in place into a donated value, or a result of an op, that no other op reads later."""
+    """Write rows in place into a donated input that no other op reads later.
+
+    The rows vary along the same axes as the input: simulated ranks that hold equal values share their memory.
+    """
     position, returned = {node: index for index, node in enumerate(traced.nodes)}, traced.returned()
-    counts = Counter(traced.outputs)
+    counts, written = Counter(traced.outputs), set[fx.Node]()
     for node in position:
         if node.target not in WRITES_IN_PLACE or counts[node] > 1:
             continue
         held, *others = operands_of(node)
         is_apart = all(storage_root(other) is not storage_root(held) for other in others)
-        if is_apart and _dies_at(node, held, position, returned):
+        is_state = held in written or (storage_root(held).op == "placeholder" and info(held).type is not None)
+        if is_state and is_apart and info(held).type == info(node).type and _dies_at(node, held, position, returned):
+            written.add(node)
             node.target = WRITES_IN_PLACE[node.target]

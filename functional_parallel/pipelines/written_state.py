@@ -26,7 +26,7 @@ def write_in_place(roles: OpRoles, stage: Mapping[fx.Node, int]) -> dict[fx.Node
         if state is None or state.op != "placeholder" or state not in roles.varying or not info(state).donated:
             continue
         index, users = info(state).updated_output, [user for user in node.users if user.op == "call_function"]
-        is_result = index is not None and roles.traced.outputs[index] is node
+        is_result = index is not None and roles.traced.outputs[index] is node and info(node).type == info(state).type
         is_here = bool(users) and all(stage.get(user) == stage[node] for user in users)
         if is_result and is_here and list(state.users) == [node] and roles.traced.outputs.count(node) == 1:
             node.target, found[node] = WRITES_IN_PLACE[node.target], state

@@ -17,6 +17,8 @@ from functional_parallel.program.aliasing import mutated_operands, readers_befor
 from functional_parallel.program.overlap import overlapped
 from sharding_specs import Mesh, P
 
+from ..laws.random_models import Model
+from ..laws.random_plans import Choice
 from .networks import SPLIT, batch, loss, parameters
 
 PLANS: dict[str, tuple[Any, Mesh]] = {
@@ -119,6 +121,20 @@ def rows_written(f: Any, shape: tuple[int, ...] = (3, 4)) -> list[str]:
         assert all(torch.equal(wanted, other) for other in others)
     names = (str(node.target) for node in run.program.traced.nodes)
     return [name.split(".")[1] for name in names if any(kind in name for kind in ("index_copy", "scatter"))]
+
+
+def test_ranks_that_share_a_value_do_not_write_into_it() -> None:
+    """Simulated ranks hold the zeros of a routing to experts once. Each writes the rows of its own experts."""
+    kinds, options = ("experts", "experts"), {"stacked": True, "tied": True, "vocabulary": True, "sequence": True}
+    model = Model(kinds=kinds, **options, marks=(), loss="mean", seed=76)
+    losses = []
+    for axis in ("one", "tensor"):
+        choice = Choice(((axis, 1 if axis == "one" else 2),), (0, {}), None, 1, "once", None, "auto")
+        train = fp.train_step(
+            model, fp.optim.sgd(0.1), choice.mesh, choice.plan(model), has_aux=True, seed=1, bucket=choice.bucket
+        )
+        losses.append(train(train.init(model.parameters()), model.batch(0, 18))[1].loss)
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
 
 
 def test_rows_are_written_into_a_state_that_no_op_reads_later() -> None:
