@@ -41,6 +41,13 @@ ONLY_SIMULATED = {
             ">>> up, spec = state.handles[1], state.layout.specs[1]",
         )
     },
+    **{
+        place: "each process makes a folder of its own; a run of several gives all the same one"
+        for place in (
+            ("docs/hugging_face.md", ">>> import tempfile"),
+            ("docs/how_do_i.md", ">>> import tempfile, transformers"),
+        )
+    },
     (
         "docs/launching.md",
         ">>> import torch, functional_parallel as fp",

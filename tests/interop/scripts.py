@@ -1,21 +1,17 @@
-"""Scripts of torch and their ports, run on processes: by torchrun, or as it does."""
+"""Scripts of torch and their ports, run by torchrun on processes."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import io
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
-from ..processes import free_port, run_on_processes
-
 ROOT = Path(__file__).parents[2]
+
+_AT_THE_END = "terminate called without an active exception"  # of threads of torch's DDP, once in some ten runs
+_ATTEMPTS = 5
 
 
 def started(script: Path, *options: object, ranks: int = 2) -> subprocess.Popen[str]:
@@ -31,19 +27,15 @@ def started(script: Path, *options: object, ranks: int = 2) -> subprocess.Popen[
 
 
 def printed(script: Path, *options: object, ranks: int = 2) -> list[str]:
-    """Lines of a run on ranks as a launcher's, which are forked from a process that has imported torch."""
-    given = str(script), [*map(str, options)], free_port()
-    return "".join(run_on_processes(_printed_by_a_rank, ranks, *given, timeout=240)).splitlines()
-
-
-def _printed_by_a_rank(rank: int, script: str, options: list[str], port: int) -> str:
-    dist.destroy_process_group()  # of this test: the script makes its own
-    os.environ["MASTER_PORT"] = str(port)
-    sys.argv[:] = [script, *options]
-    sys.path.insert(0, str(Path(script).parent))
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path(script, run_name="__main__")
-    return said.getvalue()
+    """Lines of a run. A script of torch's DDP alone is run again if torch ends it by SIGABRT when it is through."""
+    attempts = _ATTEMPTS if "functional_parallel" not in script.read_text() else 1
+    for attempt in range(attempts):
+        running = started(script, *options, ranks=ranks)
+        said, error = running.communicate(timeout=240)
+        if running.returncode == 0 or _AT_THE_END not in error or attempt == attempts - 1:
+            break
+    assert running.returncode == 0, error
+    return said.splitlines()
 
 
 def changed_lines(original: Path, ported: Path) -> int:
