@@ -79,25 +79,18 @@ def start(train: Any, params: Any, args: argparse.Namespace) -> tuple[Any, fp.Sh
         state = train.init(params)
         return state, train.frozen(state), []
     state, rewards = train.restore(f"{args.save}/policy"), fp.checkpoint.inspect(f"{args.save}/policy").extra["rewards"]
-    like = train.frozen(state)
+    like, _ = train.sharded(state)
     return state, fp.Sharded.restore(f"{args.save}/reference", like.mesh, like.specs), rewards
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="data=2,tensor=2", help="axes and sizes, of data and tensor")
+    parser = rlhf.options(__doc__, "runs/grpo.png")
     parser.add_argument("--sample-mesh", help="mesh of the generation; by default the same")
-    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage over the data axis, 0 to 3")
     parser.add_argument("--loss", choices=("grpo", "dpo"), default="grpo")
-    parser.add_argument("--double", action="store_true", help="compute in float64")
-    parser.add_argument("--steps", type=int, default=60, help="samplings of a batch")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a batch")
     parser.add_argument("--group", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--updates", type=int, default=1, help="updates with each batch")
     parser.add_argument("--beta", type=float, default=0.02, help="weight of the divergence from the reference")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate")
-    parser.add_argument("--save", metavar="DIR", help="save checkpoints there; if it has some, go on from them")
-    parser.add_argument("--plot", default="runs/grpo.png", help="where the plot of the rewards goes")
     return parser.parse_args()
 
 

@@ -87,17 +87,18 @@ class Models:
 
     def start(self, folder: str | None) -> tuple[dict[str, Any], list[float]]:
         """Return the four models and the rewards so far: those of a folder, if it has any."""
-        steps = {"actor": self.actor, "critic": self.critic}
-        state = {name: step.init(self.params[name]) for name, step in steps.items()}
-        weights = fp.Sharded.of(self.params["reward"], self.mesh, self.reward_specs)
-        state |= {"reference": self.actor.frozen(state["actor"]), "reward": weights}
-        if not folder or not Path(folder).exists():
-            return state, []
-        for name, step in steps.items():
-            state[name] = step.restore(f"{folder}/{name}")
-        for name in ("reference", "reward"):
-            state[name] = fp.Sharded.restore(f"{folder}/{name}", self.mesh, state[name].specs)
-        return state, fp.checkpoint.inspect(f"{folder}/actor").extra["rewards"]
+        steps, is_new = {"actor": self.actor, "critic": self.critic}, not folder or not Path(folder).exists()
+        states = {
+            name: step.init(self.params[name]) if is_new else step.restore(f"{folder}/{name}")
+            for name, step in steps.items()
+        }
+        actor, _ = self.actor.sharded(states["actor"])
+        if is_new:
+            reward = fp.Sharded.of(self.params["reward"], self.mesh, self.reward_specs)
+            return states | {"reference": actor.copy(), "reward": reward}, []
+        specs = {"reference": actor.specs, "reward": self.reward_specs}
+        frozen = {name: fp.Sharded.restore(f"{folder}/{name}", self.mesh, each) for name, each in specs.items()}
+        return states | frozen, fp.checkpoint.inspect(f"{folder}/actor").extra["rewards"]
 
     def save(self, state: dict[str, Any], folder: str, rewards: list[float]) -> None:
         self.actor.save(state["actor"], f"{folder}/actor", extra={"rewards": rewards})
@@ -118,18 +119,11 @@ def critic_loss(params: Any, batch: rlhf.Tensors) -> torch.Tensor:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="data=2,tensor=2", help="axes and sizes, of data and tensor")
-    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage over the data axis, 0 to 3")
-    parser.add_argument("--double", action="store_true", help="compute in float64")
-    parser.add_argument("--steps", type=int, default=60, help="samplings of a batch")
+    parser = rlhf.options(__doc__, "runs/ppo.png")
     parser.add_argument("--samples", type=int, default=128, help="samples of a batch")
     parser.add_argument("--updates", type=int, default=2, help="updates with each batch")
     parser.add_argument("--clip", type=float, default=0.2, help="largest change of the ratio")
     parser.add_argument("--beta", type=float, default=0.01, help="what a token costs by its divergence")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate")
-    parser.add_argument("--save", metavar="DIR", help="save checkpoints there; if it has some, go on from them")
-    parser.add_argument("--plot", default="runs/ppo.png", help="where the plot of the rewards goes")
     return parser.parse_args()
 
 

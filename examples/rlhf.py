@@ -8,6 +8,7 @@ The task: a prompt is two digits, and each token of a good answer is the digit t
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,19 @@ class Sampler:
     def held_out(self, params: Any) -> float:
         """Return the mean score of answers to prompts that are never trained on."""
         return float(score(self(params, prompts(64, 0, held_out=True), 10**6)).mean())
+
+
+def options(description: str | None, plot: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that all runs have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="data=2,tensor=2", help="axes and sizes, of data and tensor")
+    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage over the data axis, 0 to 3")
+    parser.add_argument("--double", action="store_true", help="compute in float64")
+    parser.add_argument("--steps", type=int, default=60, help="samplings of a batch")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate")
+    parser.add_argument("--save", metavar="DIR", help="save checkpoints there; if it has some, go on from them")
+    parser.add_argument("--plot", default=plot, help="where the plot of the rewards goes")
+    return parser
 
 
 def in_default_dtype(tree: Any) -> Any:

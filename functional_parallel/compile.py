@@ -191,7 +191,7 @@ class Compiled:
         state: int | None = None,
     ) -> None:
         self.f, self.mesh, self.name, self.options, self.state = f, mesh, name, options, state
-        self._specs = specs
+        self._specs, self._runtime = specs, partial(runtime_of, mesh, f)
         self._programs = StatefulProgram(name, "call it, or give explain() its arguments")
 
     @property
@@ -203,10 +203,10 @@ class Compiled:
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         if recorder() is not None:
             return self._inside(self._by_place(args, named))
-        runtime, args = runtime_of(self.mesh, self.f), self._by_place(args, named)
+        runtime, args = self._runtime(), self._by_place(args, named)
         lowered = self._lower(args, runtime.device)
         if self.state is not None or any(isinstance(arg, Sharded) for arg in args):
-            return run_held(self._programs, lowered, args, self.state, partial(runtime_of, self.mesh, self.f))
+            return run_held(self._programs, lowered, args, self.state, self._runtime)
         tensors = tensors_of(lowered.entered(args))
         lowered.require_layouts(tensors)
         with disable_ambient_modes():
@@ -243,8 +243,7 @@ class Compiled:
             args: the arguments. The first is full tensors, or an `fp.Sharded` in any layout on these ranks.
             others: other programs with this first argument. Ranks of a pipeline also hold what their stages need.
         """
-        runtime = partial(runtime_of, self.mesh, self.f)
-        return held_argument(self._lower(args, runtime().device), args[0], runtime, others)
+        return held_argument(self._lower(args, self._runtime().device), args[0], self._runtime, others)
 
     def steps(self, first: Sharded, state: PyTree) -> Callable[[Sharded], tuple[PyTree, Sharded]]:
         """Return the function of the state alone, for many calls with one first argument. It checks nothing again.
@@ -253,8 +252,8 @@ class Compiled:
             first: what `hold` returned.
             state: the state, or tensors like it.
         """
-        lowered = self._lower((first, state), runtime_of(self.mesh, self.f).device)
-        return steps_of(self._programs, lowered, first, partial(runtime_of, self.mesh, self.f))
+        lowered = self._lower((first, state), self._runtime().device)
+        return steps_of(self._programs, lowered, first, self._runtime)
 
     def new_state(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
         """Return the new state for these arguments, as tensors without values, and its specs. Nothing runs.

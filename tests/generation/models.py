@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sharding_specs import split
 from tests.layout_of_code import ROOT
-from tests.models.families import made
+from tests.models.families import CAUSAL, made
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [40, 41, 42, 43]]
 
@@ -47,23 +47,7 @@ def parameters(dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
     return optree.tree_map(lambda x: x.to(dtype) * 5, params), specs
 
 
-FAMILIES = [
-    *(
-        "Llama",
-        "Qwen3",
-        "Mistral",
-        "Gemma3",
-        "Phi3",
-        "OLMo2",
-        "GPT-NeoX",
-        "Falcon",
-        "OPT",
-        "GPT-2",
-        "GPT-Neo",
-        "Mixtral",
-    ),
-    *("T5", "BART", "BLOOM"),
-]
+FAMILIES = [*CAUSAL, "T5", "BART", "BLOOM"]
 
 
 def model_of(family: str) -> Any:

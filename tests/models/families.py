@@ -81,6 +81,10 @@ def _clip() -> dict[str, Any]:
     return {"text_config": words, "vision_config": sight, "projection_dim": 16}
 
 
+CAUSAL = (  # models of the table that write text
+    *("Llama", "Qwen3", "Mistral", "Gemma3", "Phi3", "OLMo2"),
+    *("GPT-NeoX", "Falcon", "OPT", "GPT-2", "GPT-Neo", "Mixtral"),
+)
 FAMILIES: dict[str, Family] = {
     "Llama": Family("LlamaForCausalLM", GROUPED),
     "Qwen2": Family("Qwen2ForCausalLM", GROUPED),

@@ -12,26 +12,12 @@ import torch
 
 import functional_parallel as fp
 from sharding_specs import Mesh, rules
-from tests.models.families import FAMILIES
+from tests.models.families import CAUSAL, FAMILIES
 
 from .bags import config_of, model_of
 
 transformers = pytest.importorskip("transformers")
 
-TRAINED = (
-    "Llama",
-    "Qwen3",
-    "Mistral",
-    "Gemma3",
-    "Phi3",
-    "OLMo2",
-    "GPT-NeoX",
-    "Falcon",
-    "OPT",
-    "GPT-2",
-    "GPT-Neo",
-    "Mixtral",
-)
 MESH = Mesh(data=2, tensor=2)
 
 
@@ -46,7 +32,7 @@ MESHES: dict[str, tuple[Mesh, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("on", MESHES)
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", CAUSAL)
 @pytest.mark.every(13)
 def test_training_between_two_folders(family: str, on: str, tmp_path: Path) -> None:
     model, batch = model_of(family)

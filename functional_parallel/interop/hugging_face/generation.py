@@ -71,6 +71,11 @@ def _require_built(options: Any) -> None:
         )
 
 
+def _part(index: int) -> property:
+    """An attribute that is a part of `held`; transformers' class assigns None to it."""
+    return property(lambda layer: None if layer.held is None else layer.held[index], lambda layer, value: None)
+
+
 @cache
 def _layer_class() -> type[Any]:
     from transformers.cache_utils import CacheLayerMixin
@@ -111,21 +116,7 @@ def _layer_class() -> type[Any]:
                 return torch.cat([held[:, :, count:], new], 2)
             return held.index_copy(2, torch.arange(count, device=new.device) + self.slot, new)
 
-        @property
-        def keys(self) -> Any:
-            return None if self.held is None else self.held[0]
-
-        @keys.setter
-        def keys(self, value: Any) -> None:
-            pass
-
-        @property
-        def values(self) -> Any:
-            return None if self.held is None else self.held[1]
-
-        @values.setter
-        def values(self, value: Any) -> None:
-            pass
+        keys, values = _part(0), _part(1)
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
             return (query_length if self.held is None else self.length), 0
