@@ -95,7 +95,7 @@ def assert_same_programs(made: Program | PipelineProgram, wanted: Program | Pipe
 
 def _without_numbers(lines: list[str]) -> list[str]:
     """The lines without the numbers in names of residuals, which a pipeline gives to the inputs of its programs."""
-    return [re.sub(r"'([a-z_]+?)(_\d+)+'", r"'\1'", line) for line in lines]
+    return [re.sub(r"'([a-z_][a-z0-9_]*?)(_\d+)+'", r"'\1'", line) for line in lines]
 
 
 def _facts(program: Program | PipelineProgram) -> list[Any]:
@@ -141,7 +141,8 @@ def gradient_of(model: Layered, plan: str) -> tuple[Callable[..., Any], tuple[An
     )
 
 
-UNLIKE = {"cut off", "windows", "several sizes"}  # few of their layers have the same values, and the same cotangents
+# few of their layers have the same values, and the same cotangents
+UNLIKE = {"cut off", "windows", "several sizes", "random: recurrent"}
 OP_BY_OP = {
     # the slices of a replicated stream are computed from the op before the layer, which is not in the copy
     ("random: normalized", "tensor"),
@@ -239,7 +240,7 @@ def test_of_layers_with_running_statistics(groups: Any, count: Counter[str]) -> 
         programs.append(train.program)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert_same_programs(*programs)
-    assert count["forward"] >= 3  # of five layers
+    assert count["forward"] >= (2 if groups else 3)  # of five layers
 
 
 @pytest.mark.slow
