@@ -65,6 +65,15 @@ ROWS = [
         "The rules are those of `tp_plan`, and a table for families without one. It trains on any other plan too.",
     ),
     Row(
+        "AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)",
+        "from transformers import LlamaForSequenceClassification\n"
+        "fn, params = fp.load_pretrained(\n"
+        "    small_llama(), mesh, plan, model_class=LlamaForSequenceClassification,\n"
+        '    config={"num_labels": 1}, new="score*", unused="lm_head*")\nparams.shapes["score.weight"].shape',
+        lambda found: found == (1, 8),
+        "Of a base model: the new head is named, and is the same on every mesh.",
+    ),
+    Row(
         'base_model_tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}',
         '{"layers/*/up/*": P("tensor"), "layers/*/down/weight": P(None, "tensor"), "*": P()}',
         takes_a_plan,

@@ -76,7 +76,8 @@ def save_pretrained(
             "params.relayout(specs, mesh), on a mesh of all of them"
         )
     shapes = [{name: tuple(x.shape) for name, x in each.items()} for each in (params.shapes, functional(model)[1])]
-    require_same(shapes[0], shapes[1], "save_pretrained: these are not the parameters of fn")
+    fix = "Give those that fp.load_pretrained or fp.functional returned with fn, or a state that was made of them"
+    require_same(shapes[0], shapes[1], "save_pretrained: these are not the parameters of fn", fix)
     peers, made, problem = peers_of(params.runtime()), folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}"), ""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problem = f"{folder} exists: give save_pretrained a new folder, or remove it"

@@ -22,7 +22,7 @@ from ...runtime import Where, default_runtime, runtime_of
 from ...stateful import Sharded, at_rest, filled, listed
 from ...transforms import Plan, Transform
 from .assembled import Assembled, Source
-from .meta_model import make_buffers, meta_model
+from .meta_model import initialise, meta_model
 from .weight_names import read_names
 from .weights_folder import WeightsFolder
 
@@ -37,6 +37,10 @@ def load_pretrained(
     *,
     dtype: torch.dtype | None = None,
     model_class: Any = None,
+    config: Mapping[str, Any] | None = None,
+    new: str | Sequence[str] = (),
+    unused: str | Sequence[str] = (),
+    seed: int = 0,
     adapt: Callable[[Any], Any] | None = None,
 ) -> tuple[Callable[..., Any], Sharded]:
     """Read a Hugging Face folder of safetensors onto a mesh. Each rank reads the slices that it will hold.
@@ -69,6 +73,11 @@ def load_pretrained(
             ranks of the stages that use it.
         dtype: dtype of the parameters, to which reads convert. By default that of config.json.
         model_class: class of the model, or an Auto class of transformers. By default the one that config.json names.
+        config: entries to use instead of those of config.json, such as `{"num_labels": 1}`.
+        new: patterns of names of weights that are drawn and not read, such as `"score*"` for a new head. The model
+            draws them by its own initialisation, on each process in full, and equally on every mesh.
+        unused: patterns of keys of the folder that the model does not have, such as `"lm_head*"`.
+        seed: seed of the new weights.
         adapt: returns the module to use for the model without values, such as one with the adapters of peft. Parameters
             that it adds must have values.
 
@@ -80,16 +89,23 @@ def load_pretrained(
     Raises:
         CheckpointError: if the folder has no such model: no config.json, pickles, code of its own (`auto_map`),
             quantized weights, an unknown model type, paths outside of the folder, or missing or unexpected weights or
-            other shapes, of which the message has the list.
+            other shapes, of which the message has the list. If a pattern of `new` matches no weight, or the config of
+            the model has no such entry.
         DamagedCheckpointError: if a file is cut or damaged.
         ModuleNotFoundError: without transformers 5.
     """
     path = Path(folder)
     with WeightsFolder(path) as files:
         found = files.tensors()
-        model = meta_model(path, model_class, dtype, _stored(found))
-        values = read_names(model, found, str(path))
-        return _read(files, model, values, mesh, plan, adapt)
+        model = meta_model(path, model_class, dtype, _stored(found), config or {})
+        device = default_runtime(mesh).device or torch.get_default_device()
+        values = read_names(model, found, str(path), *(_patterns(each) for each in (new, unused)))
+        initialise(model, values, device, seed)
+        return _read(files, model, values, mesh, plan, adapt, device)
+
+
+def _patterns(given: str | Sequence[str]) -> Sequence[str]:
+    return [given] if isinstance(given, str) else given
 
 
 def _stored(found: Mapping[str, Assembled]) -> torch.dtype:
@@ -97,22 +113,26 @@ def _stored(found: Mapping[str, Assembled]) -> torch.dtype:
 
 
 def _read(
-    files: WeightsFolder, model: Any, values: Values, mesh: Mesh, plan: Plans, adapt: Callable[[Any], Any] | None
+    files: WeightsFolder,
+    model: Any,
+    values: Values,
+    mesh: Mesh,
+    plan: Plans,
+    adapt: Callable[[Any], Any] | None,
+    device: torch.device,
 ) -> tuple[Callable[..., Any], Sharded]:
-    device = default_runtime(mesh).device or torch.get_default_device()
-    make_buffers(model, values, device)
     params = functional(model)[1]
     _read_constants(model, {name: value for name, value in values.items() if name not in params}, files, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     module = model if adapt is None else adapt(model)
     fn, shapes = functional(module)
     held = {name: names.get(id(x), "") for name, x in module.named_parameters() if name in shapes}
-    new = {name: shapes[name] for name, old in held.items() if not old}
+    new = {name: shapes[name] for name, old in held.items() if old not in values}
     empty = [name for name, x in new.items() if x.is_meta]
     if empty:
         told = "\n  ".join(listed(empty))
         raise ValueError(f"load_pretrained: adapt= made parameters that have no values:\n  {told}\nLet it fill them")
-    assembled = {name: values[old] for name, old in held.items() if old}
+    assembled = {name: values[old] for name, old in held.items() if old in values}
     assembled |= {name: [Assembled.of_key(f"new {name}", x.shape, x.dtype)] for name, x in new.items()}
     made = {f"new {name}": x for name, x in new.items()}
     plan = plan if plan is None or isinstance(plan, (Plan, Transform)) else plan(module)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from copy import deepcopy
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+
+from sharding_specs.rules import matches, nearest
 
 from ...errors import CheckpointError
 from ...ir import current_source, warn_at
@@ -25,12 +27,16 @@ def first_names(model: Any) -> dict[str, str]:
     return {name: first.setdefault(id(x), name) for name, x in held.items()}
 
 
-def read_names(model: Any, found: Mapping[str, Assembled], where: str) -> dict[str, list[Assembled]]:
+def read_names(
+    model: Any, found: Mapping[str, Assembled], where: str, new: Sequence[str] = (), unused: Sequence[str] = ()
+) -> dict[str, list[Assembled]]:
     """Return the tensors of a model's state by their first names, from those of a folder by key.
 
-    A tied weight has several if the folder has it by several names.
+    A tied weight has several if the folder has it by several names. Those that match a pattern of `new` are left out,
+    and so are keys that match one of `unused` and are not of the model.
     """
     loading, state, first = import_module(_LOADING), model.state_dict(), first_names(model)
+    drawn = _drawn(new, set(first.values()), type(model).__name__)
     conversions = import_module(_MAPPING).get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, loading.WeightConverter)]
@@ -41,7 +47,7 @@ def read_names(model: Any, found: Mapping[str, Assembled], where: str) -> dict[s
         if name not in state and key in state:
             name, pattern = key, None
         if name not in state:
-            unexpected.add(key)
+            unexpected |= {key} if not any(matches(each, key) for each in unused) else set()
             continue
         made = deepcopy(of_pattern[pattern]) if pattern is not None else loading.WeightRenaming(key, name)
         work.setdefault(name, made).add_tensor(name, key, key if pattern is None else pattern, found[key])
@@ -49,10 +55,12 @@ def read_names(model: Any, found: Mapping[str, Assembled], where: str) -> dict[s
     for name, conversion in work.items():
         for each, value in conversion.convert(name, model=model, config=model.config).items():
             value = value[0] if isinstance(value, list) else value
+            if first.get(each, each) in drawn:
+                continue
             values.setdefault(first.get(each, each), []).append(value)
             _warn_of_full_reads(each, value, conversion)
     model._weight_conversions = [each for each in conversions if each.was_used()]  # transformers saves by them
-    _require_names(model, first, values, unexpected, where)
+    _require_names(model, set(first.values()) - drawn, values, unexpected, where)
     return values
 
 
@@ -77,19 +85,34 @@ def _warn_of_full_reads(name: str, value: Assembled, conversion: Any) -> None:
 
 
 def _require_names(
-    model: Any, first: Mapping[str, str], values: Mapping[str, list[Assembled]], unexpected: set[str], where: str
+    model: Any, names: Container[str], values: Mapping[str, list[Assembled]], unexpected: set[str], where: str
 ) -> None:
-    known = {name: tuple(x.shape) for name, x in model.state_dict().items() if name in first.values()}
+    known = {name: tuple(x.shape) for name, x in model.state_dict().items() if name in names}
     told = SimpleNamespace(missing_keys=known.keys() - values.keys(), unexpected_keys=unexpected)
     model._adjust_missing_and_unexpected_keys(told)  # without what the model computes, or does not need
-    params = dict(model.named_parameters()).keys()
+    params = dict(model.named_parameters())
     wanted = {name: x for name, x in known.items() if name in values or name in params or name in told.missing_keys}
     given = {name: tuple(x.shape) for name, found in values.items() for x in reversed(found)}
     given.update(dict.fromkeys(told.unexpected_keys, ()))
-    require_same(given, wanted, f"{where} does not have the weights of {type(model).__name__}")
+    absent = [name for name, shape in wanted.items() if given.get(name) != shape]
+    fixes = ["Give the class whose weights these are, or correct its config (model_class=, config=)"]
+    fixes += [f"a new head is drawn if new= has patterns of its weights, such as {absent[0]!r}"] if absent else []
+    if told.unexpected_keys:
+        fixes.append(f"unused= has patterns of what is left out, such as {min(told.unexpected_keys)!r}")
+    require_same(given, wanted, f"{where} does not have the weights of {type(model).__name__}", "; ".join(fixes))
 
 
-def require_same(given: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:
+def _drawn(patterns: Sequence[str], names: Collection[str], owner: str) -> set[str]:
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            raise CheckpointError(
+                f"load_pretrained: new={pattern!r} matches no weight of {owner}: the nearest are "
+                f"{', '.join(nearest(pattern, names))}"
+            )
+    return {name for name in names if any(matches(pattern, name) for pattern in patterns)}
+
+
+def require_same(given: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str, fix: str) -> None:
     """Check that tensors have the names and shapes of those of a model."""
     wrong = (name for name in wanted if given.get(name, wanted[name]) != wanted[name])
     rows = [f"{name}: {given[name]}, in the model {wanted[name]}" for name in wrong]
@@ -97,4 +120,4 @@ def require_same(given: Mapping[str, Shape], wanted: Mapping[str, Shape], what: 
     rows += [f"{name}: unexpected, the model has no such tensor" for name in given if name not in wanted]
     if rows:
         told = "\n  ".join(listed(rows))
-        raise CheckpointError(f"{what}:\n  {told}\nGive the class whose weights these are, or correct its config")
+        raise CheckpointError(f"{what}:\n  {told}\n{fix}")
