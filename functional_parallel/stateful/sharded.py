@@ -37,7 +37,7 @@ from ..runtime import (
     storages,
 )
 from ..tracing import disable_ambient_modes
-from .held import Held, StaticLeaf, copied, full_leaves, handle_of_shards, hollow_on, require_holders
+from .held import Held, StaticLeaf, copied, full_leaves, handle_of_shards, hollow_on, require_holders, tensors
 from .held_leaves import HeldLeaves, leaf_layout, peers_of, saved_shapes
 from .signatures import listed
 
@@ -276,7 +276,8 @@ class Sharded(Held):
         where: Callable[[int], Where],
     ) -> Sharded:
         """Return the tree in the layout of the program `name`, moved if it has another one. `where` is by input."""
-        if stacks is not None or not self._differences(runtime(), name, stacks, paths, specs):
+        differs = self._differences(runtime(), name, stacks, paths, specs)
+        if stacks is not None or not (differs or self._is_on_other_stages(where)):
             self.require(runtime(), name, stacks, paths, specs)
             return self
         rest, number = iter(enumerate(specs)), dict[int, int]()
@@ -287,6 +288,16 @@ class Sharded(Held):
         return self._moved(
             optree.tree_structure(self.shapes).unflatten(full), runtime, lambda index: where(number[index])
         )
+
+    def _is_on_other_stages(self, where: Callable[[int], Where]) -> bool:
+        held = self.runtime()
+        if held.mesh.is_partial and not held.is_simulated:  # all processes would have to take part in a move
+            return False
+        for number, handle in enumerate(tensors(self.handles)):
+            known = dict(held.where(handle))
+            if any(not set(ranks) <= set(known.get(axis, ranks)) for axis, ranks in where(number)):
+                return True
+        return False
 
     def replaced(self, leaves: Sequence[Any]) -> Sharded:
         """Return a tree in the same layout of other values: handles of tensors, and leaves that are not tensors."""

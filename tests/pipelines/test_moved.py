@@ -65,3 +65,35 @@ def test_between_processes() -> None:
     wanted = on_one_rank()
     for found in run_on_processes(on_a_rank, 4):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+
+
+def values_of_calls(length: int, kind: str) -> list[torch.Tensor]:
+    """Values of a function that is cut otherwise than the one that held its parameters."""
+    by_stages = fp.pipeline("pipe", microbatches=2)
+    first = fp.compile(by_stages(loss), Mesh(pipe=2)).hold(parameters(), torch.zeros(8, 2, WIDTH, dtype=torch.float64))
+    x = torch.randn(8, length, WIDTH, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    f = fp.compile(by_stages(loss), Mesh(pipe=2))
+    if kind == "as they are":
+        with pytest.warns(
+            RuntimeWarning, match=r"other stages .* compiled\.hold\(params, …\) moves the parameters once"
+        ):
+            return [f(first, x)]
+    again = f.hold(first, x)
+    assert again is not first and f.hold(again, x) is again
+    return [f(again, x) for _ in range(2)]  # a warning would be an error
+
+
+@pytest.mark.parametrize("kind", ["as they are", "held"])
+def test_parameters_on_other_stages(kind: str) -> None:
+    x = torch.randn(8, 400, WIDTH, generator=torch.Generator().manual_seed(400), dtype=torch.float64)
+    for value in values_of_calls(400, kind):
+        torch.testing.assert_close(value, loss(parameters(), x))
+
+
+def on_one_of_two(rank: int) -> list[torch.Tensor]:
+    return values_of_calls(400, "held")
+
+
+def test_parameters_move_between_processes_once() -> None:
+    for found in run_on_processes(on_one_of_two, 2):
+        assert found == values_of_calls(400, "held")

@@ -98,3 +98,21 @@ def test_parameters_of_a_pipeline_are_on_one_rank_each(tmp_path: Path, mesh: Mes
     _, params = fp.load_pretrained(tmp_path, mesh, fp.pipeline("pipe", microbatches=1), model_class=Bag)
     holders = [list(handle.holders) for handle in params.handles]
     assert holders == [[i * mesh.size // 8] for i in range(8)]
+
+
+def test_a_generator_moves_parameters_of_a_pipeline_once(tmp_path: Path) -> None:
+    """A tied table is at both ends, so the stages of generation are not the ranks that read. A warning is an error."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=1000, **sizes, tie_word_embeddings=True, eos_token_id=None)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    plan, prompts = fp.pipeline("pipe", microbatches=1), [[5, 6, 7], [8, 9, 10]]
+    fn, params = fp.load_pretrained(tmp_path, Mesh(pipe=2), plan)
+    generator = fp.Generator(fn, Mesh(pipe=2), plan)
+    held = generator.hold(params, rows=2, prompt=3, max_new_tokens=3)
+    on = {name: handle.holders for name, handle in zip(sorted(held.shapes), held.handles, strict=True)}
+    assert on["model.embed_tokens.weight"] == {0, 1} and on["model.layers.0.mlp.up_proj.weight"] == {0}
+    found = [generator(each, prompts, max_new_tokens=3).tokens for each in (params, held)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], fp.generate(fn, params.full(), prompts, Mesh(), max_new_tokens=3).tokens)

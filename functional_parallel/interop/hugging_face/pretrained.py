@@ -69,8 +69,8 @@ def load_pretrained(
         mesh: the mesh.
         plan: the plan of which the parameters get the layout, or a function that returns it for the model, such as
             `lambda model: fp.tensor_parallel("tensor", rules_of(model))`. By default all are replicated. Under
-            `fp.pipeline` each parameter is on one rank of its axis; `train.init(params, batch=batch)` moves it to the
-            ranks of the stages that use it.
+            `fp.pipeline` each parameter is on one rank of its axis; `train.init(params, batch=batch)`, and
+            `compiled.hold(params, …)`, move it to the ranks of the stages that use it.
         dtype: dtype of the parameters, to which reads convert. By default that of config.json.
         model_class: class of the model, or an Auto class of transformers. By default the one that config.json names.
         config: entries to use instead of those of config.json, such as `{"num_labels": 1}`.

@@ -315,7 +315,8 @@ def _say_that_stages_moved(program: PipelineProgram, axis: str) -> None:
     warnings.warn(
         f"{program.name} is cut into other stages than the program that made the state, so that ranks of {axis!r} send "
         "each other parameters first, whenever it follows upon that one. fp.stage_boundary(x) in the model, or stacked "
-        "layers, cut it the same for batches of every shape, and for everything that is computed with it",
+        "layers, cut it the same for batches of every shape, and for everything that is computed with it. Of an "
+        "fp.Sharded, such as a loaded folder, compiled.hold(params, …) moves the parameters once",
         RuntimeWarning,
         stacklevel=2,
     )
