@@ -63,7 +63,16 @@ from .ir import abstract
 from .ops import constrain, outputs
 from .ops import keyed_draws as _keyed_draws  # its import registers them
 from .partitioner import partition
-from .planning import PipelineChoice, PipelineChoices, activation_bytes, estimate, layer_costs, search_pipeline
+from .planning import (
+    DeviceMap,
+    PipelineChoice,
+    PipelineChoices,
+    activation_bytes,
+    device_map,
+    estimate,
+    layer_costs,
+    search_pipeline,
+)
 from .program import Hardware, Line, Price, Program
 from .rules import register_rule
 from .runtime import is_main_rank, launch, rank
@@ -102,6 +111,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveTypeError",
     "Compiled",
+    "DeviceMap",
     "DonatedStateError",
     "EqualCopiesWarning",
     "Generated",
@@ -149,6 +159,7 @@ __all__ = [
     "constrain",
     "data_parallel",
     "deepspeed",
+    "device_map",
     "diloco",
     "errors",
     "estimate",

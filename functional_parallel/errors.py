@@ -98,7 +98,7 @@ class OrderError(Error, ValueError):
 
 
 class BudgetError(Error, ValueError):
-    """Raised if no choice of recomputation keeps within a budget of bytes."""
+    """Raised if no choice of recomputation, or no placement of layers, keeps within a budget of bytes."""
 
 
 class UnrollError(Error, ValueError):

@@ -130,6 +130,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Data": ("Sampler", "Position", "even_batches", "pad_batch", "pad_to"),
     "Planning and estimates": (
         "estimate",
+        "device_map",
+        "DeviceMap",
         "layer_costs",
         "search_pipeline",
         "PipelineChoice",
@@ -149,6 +151,7 @@ RETURNED = {
     "Compiled",
     "Sharded",
     "Config",
+    "DeviceMap",
     "PreparedStep",
     "TrainState",
     "PipelineChoice",

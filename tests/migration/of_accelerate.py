@@ -194,7 +194,12 @@ ROWS = [
         "state = train.init(lambda: fp.functional(Model())[1])\ntrain(state, x, y)",
         lambda found: found[0].step == 1,
     ),
-    Row("infer_auto_device_map(module)", limit="device maps"),
+    Row(
+        'infer_auto_device_map(module, {0: "1KB", "cpu": "1MB"})',
+        'fp.device_map(module, {"device": "1kB", "host": "1MB"})',
+        lambda found: found.by_path == {"*": "device"},
+        "Memories have limits; the free memory of this machine is not asked. See [device maps](device_maps.md).",
+    ),
     Row(
         'load_checkpoint_and_dispatch(module, "folder", device_map="auto")',
         "fn, params = fp.load_pretrained(small_llama(), mesh, plan)\nparams",
