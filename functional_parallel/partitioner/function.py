@@ -15,7 +15,16 @@ import optree
 import torch
 from torch import fx
 
-from sharding_specs import Mesh, P, Placement, broadcast_specs, register_dataclasses, require_dims, tree_paths
+from sharding_specs import (
+    Mesh,
+    P,
+    Placement,
+    SpecError,
+    broadcast_specs,
+    register_dataclasses,
+    require_dims,
+    tree_paths,
+)
 from sharding_specs.blocks import inside, nested, units
 
 from ..collectives import DimSplit, axis_dim_split, current_axes, hidden_axes, hide, mesh_axis_size
@@ -134,9 +143,20 @@ class Partitioning:
         if (owner := self.owner) is not None:
             specs = [_with_place(spec, owner, self.axis, inner.mesh) for spec in inner.specs]
         else:
-            pairs = zip(inner.specs, own, strict=True)
-            specs = [_merged(before, after, self.axis, axes, inner.mesh) for before, after in pairs]
+            specs = []
+            for index, (before, after) in enumerate(zip(inner.specs, own, strict=True)):
+                try:
+                    specs.append(_merged(before, after, self.axis, axes, inner.mesh))
+                except SpecError as error:
+                    raise self._does_not_combine(inner, index, after.only({self.axis}), str(error)) from None
         return inner.outside(self.name, specs, own)
+
+    def _does_not_combine(self, inner: Resolved, index: int, own: P, why: str) -> SpecError:
+        path, leaf, before = tree_paths(inner.args)[index], optree.tree_leaves(inner.args)[index], inner.specs[index]
+        return SpecError(
+            f"{self.name}: argument {path} of shape {tuple(leaf.shape)}: {own!r} cannot be combined with {before!r}, "
+            f"its layout inside: {why}\nSplit another dim, or the blocks, as {before.divided(own, inner.mesh)!r}"
+        )
 
 
 @dataclass

@@ -94,6 +94,31 @@ def test_dims_that_do_not_fit() -> None:
         P(((2, 1), "tensor"), padded={0: 7})
 
 
+@pytest.mark.parametrize("blocks", [(2, 1, 1), 3], ids=str)
+def test_blocks_that_cut_across_those_of_another_axis(blocks: Any) -> None:
+    """The message has the path, both specs, and one with which it works."""
+    mesh, params = Mesh(data=2, tensor=2), {"layer": {"w": torch.ones(48, 2, dtype=torch.float64)}}
+
+    def plan(spec: P) -> Any:
+        return fp.chain(fp.tensor_parallel("tensor", {"*": P((blocks, "tensor"))}), fp.zero(3, "data", {"*": spec}))
+
+    def trained(plan: Any) -> Any:
+        train = fp.train_step(lambda p, x: (p["layer"]["w"] @ x).square().mean(), fp.optim.sgd(0.1), mesh, plan)
+        return train(train.init(params), torch.ones(2, 4, dtype=torch.float64))[1].loss
+
+    both = P((blocks, "tensor", "data"))
+    text = (
+        f"zero(3, 'data'): argument 0/layer/w of shape (48, 2): P('data') cannot be combined with "
+        f"{P((blocks, 'tensor'))!r}, its layout inside: axis 'tensor' splits {blocks} blocks of dim 0, which cut "
+        f"across other axes\nSplit another dim, or the blocks, as {both!r}"
+    )
+    with pytest.raises(SpecError, match=re.escape(text)):
+        trained(plan(P("data")))
+    with pytest.raises(SpecError, match=re.escape(text)):
+        trained(fp.from_specs({"*": P(("data", blocks, "tensor"))}, mesh))
+    assert trained(plan(both)) == 4
+
+
 def test_a_constraint_has_no_unequal_blocks() -> None:
     f = fp.tensor_parallel("tensor", {"w": P("tensor")})(lambda p: fp.constrain(p["w"], "(2+1 d/tensor)").sum())
     with pytest.raises(SpecError, match="it has unequal blocks; constrain the slices of the value"):
