@@ -131,6 +131,10 @@ def finite(scores: torch.Tensor) -> torch.Tensor:
 
 def group_advantage(scores: torch.Tensor, group: int) -> torch.Tensor:
     """Whiten scores over the samples of each prompt: (b,) → (b,) (GRPO, arXiv 2402.03300, section 4.1.2)."""
+    if group < 2:
+        raise ValueError(
+            f"{group} sample of each prompt: the advantage of a sample is over the others; draw at least 2"
+        )
     of_prompt = rearrange(scores, "(p g) -> p g", g=group)
     centred = of_prompt - of_prompt.mean(1, keepdim=True)
     return rearrange(centred / (of_prompt.std(1, keepdim=True) + 1e-4), "p g -> (p g)")

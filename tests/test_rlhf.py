@@ -118,6 +118,20 @@ def test_a_reward_that_is_not_finite() -> None:
         rlhf.finite(torch.tensor([0.0, float("nan"), float("inf")]))
 
 
+@pytest.mark.usefixtures("one_layer")
+def test_a_run_refuses_such_a_reward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import rlhf
+
+    def reward(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(tokens),), float("inf"))
+
+    with pytest.raises(ValueError, match="1 sample of each prompt: .* draw at least 2"):
+        rlhf.group_advantage(torch.zeros(4), 1)
+    monkeypatch.setattr(rlhf, "score", reward)
+    with pytest.raises(ValueError, match="128 of 128 rewards are not finite"):
+        run("grpo.py", "--mesh", "data=1", "--steps", "1", folder=tmp_path)
+
+
 def test_a_preference_lowers_the_loss_of_its_side() -> None:
     import rlhf
 

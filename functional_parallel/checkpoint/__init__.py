@@ -3,7 +3,7 @@
 from .disk import Disk
 from .files import ShardFile
 from .folder import TOO_FAST, TRIES, candidates, newest
-from .format import Entry, header
+from .format import Entry, header, without_repeats
 from .layouts import LeafLayout, Piece, Vector
 from .leaf_names import tree_from_json, tree_keys, tree_to_json
 from .loader_positions import load_position, position_to_json

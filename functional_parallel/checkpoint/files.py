@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
@@ -90,6 +91,8 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         self.path, self._sums, self._new = path, None if info is None else info.sums, hasher(algorithm)
         self._number, self._last = -1, torch.empty(0, dtype=torch.uint8, device="cpu")  # the last block that was read
         try:
+            if stat.S_ISFIFO(os.stat(path).st_mode):  # opening one waits for a writer
+                raise DamagedCheckpointError(f"{path}: it is a pipe, not a file")
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {error.strerror}") from error

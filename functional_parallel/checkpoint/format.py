@@ -91,11 +91,13 @@ def parse_header(data: bytes, size: int) -> dict[str, Entry]:
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= min(size - 8, _MOST) or len(data) < 8 + length:
         raise ValueError(f"its header claims {length} bytes")
-    table = json.loads(data[8 : 8 + length])
+    table = json.loads(data[8 : 8 + length], object_pairs_hook=without_repeats)
     metadata = table.pop("__metadata__", {})
     offsets = json.loads(metadata["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in metadata else {}
     found = {}
     for key, each in table.items():
+        if each["dtype"] not in DTYPES:
+            raise ValueError(f"its entry of {key!r} has the dtype {each['dtype']!r}; known are {', '.join(DTYPES)}")
         shape, (begin, end) = tuple(map(int, each["shape"])), map(int, each["data_offsets"])
         start = tuple(map(int, offsets[key]["saved_offsets"])) if key in offsets else (0,) * len(shape)
         entry = Entry(DTYPES[each["dtype"]], Box(start, shape), 8 + length + begin, 8 + length + end)
@@ -105,6 +107,30 @@ def parse_header(data: bytes, size: int) -> dict[str, Entry]:
         if entry.end > size:
             raise ValueError(f"its entry of {key!r} ends at byte {entry.end}, and the file has {size}")
         found[key] = entry
+    _require_contiguous(found, 8 + length, size)
+    return found
+
+
+def _require_contiguous(entries: Mapping[str, Entry], place: int, size: int) -> None:
+    """Check that each byte belongs to one tensor, as the format says: none is hidden, and none is shared."""
+    for key, entry in sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
+        if entry.begin != place:
+            kind = (
+                "overlaps the entry before it, which ends" if entry.begin < place else "leaves a gap: the last one ends"
+            )
+            raise ValueError(f"its entry of {key!r} begins at byte {entry.begin}, and {kind} at byte {place}")
+        place = entry.end
+    if place != size:
+        raise ValueError(f"its last entry ends at byte {place}, and the file has {size}")
+
+
+def without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of JSON with these names, for `json.loads(object_pairs_hook=…)`. It must not name one twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it names {twice!r} twice")
     return found
 
 

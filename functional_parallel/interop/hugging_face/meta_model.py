@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,19 +44,19 @@ def meta_model(
         changes: entries to use instead of those of config.json.
     """
     transformers, config = require_transformers(), _config(folder, model_class, changes)
-    if model_class is None:
-        named = getattr(config, "architectures", None) or [""]
-        model_class = getattr(transformers, named[0], None)
-        if model_class is None:
-            raise CheckpointError(
-                f"{folder / CONFIG}: its architecture {named[0]!r} is no class of transformers "
-                f"{transformers.__version__}: give model_class=…, such as transformers.AutoModelForCausalLM"
-            )
+    model_class = model_class or _architecture(folder / CONFIG, config)
     config.name_or_path = str(folder)
-    make = getattr(model_class, "from_config", None) or model_class._from_config
+    automatic = getattr(model_class, "from_config", None)
+    make = model_class._from_config if automatic is None else partial(automatic, trust_remote_code=False)
     dtype = dtype or config.dtype or stored
-    with torch.device("meta"):
-        model = make(config, dtype=dtype)
+    try:
+        with torch.device("meta"):
+            model = make(config, dtype=dtype)
+    except Exception as error:  # of any code, with the values of a file
+        raise CheckpointError(
+            f"{folder / CONFIG}: {model_class.__name__} cannot be made of it in {dtype}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if (folder / GENERATION).exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     _keep_types(model, dtype)
@@ -67,16 +68,12 @@ def _config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
     if not path.exists():
         raise CheckpointError(f"{folder} has no {CONFIG}, which says what model its weights are of")
     raw = read_json(path)
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"{path}: quantization_config: its weights are quantized ({method}), which is not supported: take the "
-            "folder of the model before quantization"
-        )
+    _refuse_quantized(path, raw)
     if raw.get("auto_map") and model_class is None:
+        names = raw["auto_map"].values() if isinstance(raw["auto_map"], dict) else [raw["auto_map"]]
         raise CheckpointError(
-            f"{path}: auto_map: its code is in the folder ({', '.join(map(str, raw['auto_map'].values()))}), and is "
-            "not run: give model_class=…, a class of transformers or of your own, if it has these weights"
+            f"{path}: auto_map: its code is in the folder ({', '.join(map(str, names))}), and is not run: give "
+            "model_class=…, a class of transformers or of your own, if it has these weights"
         )
     of_class = getattr(model_class, "config_class", None)
     try:
@@ -84,7 +81,9 @@ def _config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
         if of_class is None:
             of_class, options = transformers.AutoConfig, {**options, "trust_remote_code": False}
         config, unknown = of_class.from_pretrained(folder, **options)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # of any code, with the values of a file
+        if raw.get("model_type") in transformers.CONFIG_MAPPING or model_class is not None:
+            raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} does not know model_type {raw.get('model_type')!r}: "
             f"take a version that does, or give model_class=… ({str(error).splitlines()[0]})"
@@ -96,6 +95,38 @@ def _config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
             f"nearest are {', '.join(near)}"
         )
     return config
+
+
+def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a config that has quantized weights, also of one of the models that it consists of."""
+    for key, value in config.items():
+        if key in ("quantization_config", "compression_config") and value is not None:
+            method = value.get("quant_method", "unknown") if isinstance(value, dict) else value
+            raise CheckpointError(
+                f"{path}: {key}: its weights are quantized ({method}), which is not supported: take the folder of the "
+                "model before quantization"
+            )
+        if isinstance(value, dict):
+            _refuse_quantized(path, value)
+
+
+def _architecture(path: Path, config: Any) -> Any:
+    """Return the class that a config names."""
+    transformers = require_transformers()
+    named = getattr(config, "architectures", None) or [""]
+    found: Any = getattr(transformers, str(named[0]), None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise CheckpointError(
+            f"{path}: its architecture {named[0]!r} is no model of transformers {transformers.__version__}: give "
+            "model_class=…, such as transformers.AutoModelForCausalLM"
+        )
+    takes = getattr(found, "config_class", None)
+    if takes is not None and not isinstance(config, takes):
+        raise CheckpointError(
+            f"{path}: its architecture {named[0]} takes {takes.__name__}, and its model_type "
+            f"{config.model_type!r} is {type(config).__name__}: correct one, or give model_class=…"
+        )
+    return found
 
 
 def _keep_types(model: Any, dtype: torch.dtype) -> None:

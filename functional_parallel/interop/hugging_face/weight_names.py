@@ -8,6 +8,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from sharding_specs.rules import matches, nearest
 
 from ...errors import CheckpointError
@@ -61,6 +63,7 @@ def read_names(
             _warn_of_full_reads(each, value, conversion)
     model._weight_conversions = [each for each in conversions if each.was_used()]  # transformers saves by them
     _require_names(model, set(first.values()) - drawn, values, unexpected, where)
+    _require_kinds(state, values, where)
     return values
 
 
@@ -100,6 +103,26 @@ def _require_names(
     if told.unexpected_keys:
         fixes.append(f"unused= has patterns of what is left out, such as {min(told.unexpected_keys)!r}")
     require_same(given, wanted, f"{where} does not have the weights of {type(model).__name__}", "; ".join(fixes))
+
+
+def _require_kinds(state: Mapping[str, torch.Tensor], values: Mapping[str, list[Assembled]], where: str) -> None:
+    """Check that floating-point numbers are read as such. Numbers of 8 bits have scales, which are not applied."""
+    pairs = ((name, x, state[name].dtype) for name, found in values.items() for x in found)
+    wrong = [
+        f"{name}: {x.dtype} in the files, {dtype} in the model"
+        for name, x, dtype in pairs
+        if x.dtype != dtype and (_kind(x.dtype) != _kind(dtype) or x.dtype.itemsize == 1)
+    ]
+    if wrong:
+        told = "\n  ".join(listed(wrong)).replace("torch.", "")
+        raise CheckpointError(
+            f"{where} has weights that are quantized, or of another kind than the model's:\n  {told}\nTake the "
+            "folder of the model before quantization"
+        )
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def _drawn(patterns: Sequence[str], names: Collection[str], owner: str) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -12,12 +12,13 @@ import torch
 
 from sharding_specs import Box
 
-from ...checkpoint import Entry, ShardFile
+from ...checkpoint import Entry, ShardFile, without_repeats
 from ...errors import CheckpointError, DamagedCheckpointError
 from ...stateful import listed
 from .assembled import Assembled
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
@@ -40,6 +41,11 @@ class WeightsFolder(AbstractContextManager["WeightsFolder"]):
             file = opened.enter_context(ShardFile(self.path / name))
             for key, entry in file.entries.items():
                 if weight_map.get(key, name) == name:
+                    if key in self._entries:
+                        both = f"{self._entries[key][0].path.name} and in {name}"
+                        raise DamagedCheckpointError(
+                            f"{self.path}: {key!r} is in {both}, and the index does not name it"
+                        )
                     self._entries[key] = file, entry
                 if any(entry.box.start):
                     raise CheckpointError(
@@ -64,9 +70,9 @@ class WeightsFolder(AbstractContextManager["WeightsFolder"]):
         self.nbytes += box.numel * entry.dtype.itemsize
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, hook: Callable[[Any], Any] = dict) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes(), object_pairs_hook=hook)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path}: it cannot be read as JSON: {error}") from None
     if not isinstance(found, dict):
@@ -83,19 +89,34 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     if (path / SINGLE).exists():  # as transformers, which leaves an old index beside it
         return {"": SINGLE}
     if (path / INDEX).exists():
-        found = read_json(path / INDEX).get("weight_map")
+        found = read_json(path / INDEX, without_repeats).get("weight_map")
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
             raise CheckpointError(f'{path / INDEX}: its "weight_map" is not an object of file names')
         for key, name in found.items():
-            if ".." in PureWindowsPath(name).parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive:
+            if not _is_inside(path, name):
                 raise CheckpointError(
                     f"{path / INDEX}: {key!r} is in {name!r}, outside of the folder: files are named relative to it"
                 )
+            if not name.endswith(".safetensors"):
+                raise CheckpointError(f"{path / INDEX}: {key!r} is in {name!r}, which is no safetensors file")
         return found
-    pickles = sorted(each.name for each in path.glob("*.bin"))
+    others = [each.name for each in sorted(path.iterdir()) if each.suffix not in (".json", ".txt", ".md")]
+    pickles = [name for name in others if Path(name).suffix in _PICKLES]
     if pickles:
         raise CheckpointError(
             f"{path} has its weights as pickles ({', '.join(listed(pickles))}), and loading one can run any code. If "
             "you trust it, let transformers convert it: model_class.from_pretrained(folder).save_pretrained(new_folder)"
         )
-    raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}")
+    told = f"{path} has no weights: neither {SINGLE} nor {INDEX}"
+    if (path / "adapter_config.json").exists():
+        told += ". It is of an adapter of peft: give the folder of its base model, and adapt= to add the adapter"
+    elif others:
+        told += f"; it has {', '.join(listed(others))}"
+    raise CheckpointError(told)
+
+
+def _is_inside(path: Path, name: str) -> bool:
+    """Whether a name of a file is in a folder. The file may be a link, as in a cache of the Hub, its folder may not."""
+    if ".." in PureWindowsPath(name).parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive:
+        return False
+    return "\0" not in name and (path / name).parent.resolve().is_relative_to(path.resolve())
