@@ -159,10 +159,22 @@ class _PipelineBuilder:
             notes=(*self.program.notes, *self._notes()),
             lowering=self.program.lowering,
         )
+        result.notes += self._moved(result)
         if self.schedule.versions is not None:
             _check_stream(result)
             self._check_means(result)
         return result
+
+    def _moved(self, result: PipelineProgram) -> tuple[str, ...]:
+        """Return a note of the parameters that no rank of their stage in `pipeline(stages=…)` uses."""
+        wanted = {node: self.plan.cut.stage_of(info(node).param_path) for node in result.inputs}
+        moved = [
+            f"{info(node).param_path} (stage {stage})"
+            for node, stage in wanted.items()
+            if stage is not None and info(node).is_parameter
+            if result.holders(node).isdisjoint(self._ranks_of_stage(stage))
+        ]
+        return (f"used on other stages than theirs: {', '.join(moved)}",) if moved else ()
 
     def _check_means(self, result: PipelineProgram) -> None:
         """Check that results of an asynchronous pipeline have a mean, because it returns means over its updates."""

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from sharding_specs import Mesh
+from sharding_specs.rules import matches_within
 
 from ..errors import PipelineError
 from ..ir import Aval, Traced, info, operands_of, source_of
@@ -33,6 +34,12 @@ _SLACK = 1.1  # largest stage allowed for the sake of smaller messages, relative
 class CutSpec:
     balance: str = "work"  # the quantity to balance over the stages; "memory" of parameters and residuals; or "layers"
     lengths: Mapping[str, int] = field(default_factory=dict)  # path of each layer → number of layers in its stack
+    stages: Mapping[str, int] = field(default_factory=dict)  # pattern of paths → stage of these parameters
+
+    def stage_of(self, path: str | None) -> int | None:
+        """Return the stage that a pattern gives to a parameter, if one does."""
+        found = (stage for pattern, stage in self.stages.items() if matches_within(pattern, path or ""))
+        return next(found, None)
 
 
 def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh) -> dict[fx.Node, int]:
@@ -42,6 +49,8 @@ def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh
         return _by_marks(forward, roles, marks, stages)
     if cut.lengths:
         return _by_layers(traced, roles, forward, cut.lengths, stages)
+    if cut.stages:
+        return _by_paths(forward, roles, cut, stages)
     if stages == 1:
         return dict.fromkeys(forward, 0)
     if not forward:
@@ -112,6 +121,33 @@ def _by_numbers(forward: list[fx.Node], roles: OpRoles, stages: int) -> dict[fx.
         last = max([last, *(layers[layer] * stages // len(layers) for layer in used[node] if layer)])
         found[node] = last
     return found
+
+
+def _by_paths(forward: list[fx.Node], roles: OpRoles, cut: CutSpec, stages: int) -> dict[fx.Node, int]:
+    """Cut so that the fewest bytes of parameters are first used on another stage than theirs.
+
+    Among these cuts, each cut point is the narrowest one. Models use few parameters in another order than they name
+    them, for example a norm.
+    """
+    first = dict[fx.Node, int]()
+    for index, node in enumerate(forward):
+        for parameter in roles.parameters_of(operands_of(node)):
+            first.setdefault(parameter, index)
+    wanted = {each: stage for each in first if (stage := cut.stage_of(info(each).param_path)) is not None}
+    if {*wanted.values()} != {*range(stages)}:
+        raise PipelineError(
+            f"the schedule has {count(stages, 'stage')}, and pipeline(stages=…) places parameters on the stages "
+            f"{sorted({*wanted.values()})}: every stage from 0 to {stages - 1} must have some, and no other may"
+        )
+    places, bounds = _places(forward), list[int]()
+    for stage in range(1, stages):
+        change = [0] * len(forward)
+        for parameter, own in wanted.items():
+            change[first[parameter]] += info(parameter).nbytes if own >= stage else -info(parameter).nbytes
+        moved = [0, *itertools.accumulate(change)]  # by cut point, up to a constant
+        best = [index for index, size in enumerate(moved) if size == min(moved)]
+        bounds.append(min(best, key=lambda index: (places.get(index, inf), -index)))
+    return {node: bisect_right(bounds, index) for index, node in enumerate(forward)}
 
 
 def _layer(parameter: fx.Node) -> str:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from sharding_specs import SpecError
-from sharding_specs.rules import matches, nearest
+from sharding_specs.rules import matches_within, nearest
 
 from .model_blocks import Block, ModelLeaf, prefixes
 
 MemoryName: TypeAlias = str | int  # "device", "host" or "disk", or the number of a device
 OFFLOADED = ("host", "disk")
-_RANGE = re.compile(r"(?<![^/.])(\d+)-(\d+)(?![^/.])")
 
 
 def placed_by_hand(root: Block, places: Mapping[str, MemoryName]) -> dict[ModelLeaf, MemoryName]:
@@ -26,16 +24,14 @@ def placed_by_hand(root: Block, places: Mapping[str, MemoryName]) -> dict[ModelL
             is any of these numbers.
     """
     paths = [name for leaf in root.leaves for name in leaf.names]
-    blocks, problems = prefixes(paths), list[str]()
-    matched = {pattern: {path for path in blocks if _matches(pattern, path)} for pattern in places}
+    problems = list[str]()
+    found = {name: next((each for each in places if matches_within(each, name)), None) for name in paths}
     for pattern, memory in places.items():
         if memory not in ("device", *OFFLOADED) and (not isinstance(memory, int) or memory < 0):
             problems.append(f"{pattern!r}: {memory!r} is no memory: 'device', 'host', 'disk' or a device's number")
-        if not matched[pattern]:
-            problems.append(
-                f"pattern {pattern!r} matches nothing; the nearest are {', '.join(nearest(pattern, blocks))}"
-            )
-    found = {name: next((p for p in places if matched[p].intersection(prefixes([name]))), None) for name in paths}
+        if not any(matches_within(pattern, name) for name in paths):
+            known = ", ".join(nearest(pattern, prefixes(paths)))
+            problems.append(f"pattern {pattern!r} matches nothing; the nearest are {known}")
     missing = list(dict.fromkeys(name for name in paths if found[name] is None))
     problems += [f"no pattern matches {name}" for name in missing[:8]]
     problems += [f"and {len(missing) - 8} more" for _ in missing[8:9]]
@@ -48,16 +44,3 @@ def placed_by_hand(root: Block, places: Mapping[str, MemoryName]) -> dict[ModelL
     if problems:
         raise SpecError("\n  ".join(["fp.device_map: the patterns do not fit the model:", *problems]))
     return {leaf: places[found[leaf.names[0]] or ""] for leaf in root.leaves}
-
-
-def _matches(pattern: str, path: str) -> bool:
-    return any(matches(each, path) for each in _without_ranges(pattern))
-
-
-def _without_ranges(pattern: str) -> Iterable[str]:
-    found = _RANGE.search(pattern)
-    if found is None:
-        return [pattern]
-    numbers = range(int(found[1]), int(found[2]) + 1)
-    ends = list(_without_ranges(pattern[found.end() :]))
-    return [f"{pattern[: found.start()]}{number}{end}" for number in numbers for end in ends]

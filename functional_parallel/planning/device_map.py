@@ -28,7 +28,8 @@ class MapRow:
 
     path: str
     memory: MemoryName
-    bytes: int
+    bytes: int  # a tied weight counts in its first row
+    follows: bool = False  # whether it is where it is only because of a tied weight
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,17 @@ class DeviceMap:
 
     @property
     def devices(self) -> list[MemoryName]:
-        """Return the memories in which ops run, in order."""
-        return [memory for memory in self.bytes if memory not in OFFLOADED]
+        """Return the devices that run layers, in order. The last one runs what is offloaded."""
+        devices = [memory for memory in self.bytes if memory not in OFFLOADED]
+        offloaded = any(self.bytes.get(memory) for memory in OFFLOADED)
+        return [each for each in devices if self.bytes[each] or (offloaded and each == devices[-1])]
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Return the stages of a pipeline over the devices, by path, for `fp.pipeline(stages=…)`."""
+        stage = {memory: index for index, memory in enumerate(self.devices)}
+        last = max(len(stage) - 1, 0)
+        return {row.path: stage.get(row.memory, last) for row in self.rows if row.bytes and not row.follows}
 
     def __str__(self) -> str:
         table: list[tuple[str, ...]] = [("layer", "memory", "bytes")]
@@ -152,6 +162,7 @@ class _Placing:
     limits: dict[MemoryName, float]
     keeping_room: set[MemoryName]  # memories through which the layers of slower memories pass
     placed: dict[ModelLeaf, MemoryName] = field(default_factory=dict)
+    following: set[ModelLeaf] = field(default_factory=set)  # leaves placed because another leaf of their layer is tied
     used: Counter[MemoryName] = field(default_factory=Counter)
     short: dict[MemoryName, tuple[str, int]] = field(default_factory=dict)
 
@@ -168,13 +179,14 @@ class _Placing:
             if bytes_of_leaves(leaves) <= space:
                 self.placed |= dict.fromkeys(leaves, memory)
                 self.used[memory] += bytes_of_leaves(leaves)
+                self.following |= leaves - new
                 queue = later
             else:
                 self.short[memory] = layer.path, int(bytes_of_leaves(leaves) - space)
                 del order[0]
             if not order:
                 raise BudgetError(self._what_is_missing(memory, queue))
-        return self._with_room(_map_of(self.root, self.placed, self.limits))
+        return self._with_room(_map_of(self.root, self.placed, self.limits, self.following))
 
     def _left(self, *blocks: Block) -> set[ModelLeaf]:
         return {leaf for block in blocks for leaf in block.leaves if leaf not in self.placed}
@@ -222,28 +234,34 @@ def _sized(size: int) -> str:
 
 
 def _map_of(
-    root: Block, placed: Mapping[ModelLeaf, MemoryName], limits: Mapping[MemoryName, float] = MappingProxyType({})
+    root: Block,
+    placed: Mapping[ModelLeaf, MemoryName],
+    limits: Mapping[MemoryName, float] = MappingProxyType({}),
+    following: Collection[ModelLeaf] = (),
 ) -> DeviceMap:
     used = set(placed.values())
     order = list(limits) or sorted(used, key=lambda name: (_ORDER.index(name), 0) if name in _ORDER else (-1, name))
     sizes = {name: bytes_of_leaves(leaf for leaf in placed if placed[leaf] == name) for name in order}
     memories = {name: memory for leaf, memory in placed.items() for name in leaf.names}
     return DeviceMap(
-        tuple(_rows(root, placed, set())),
+        tuple(_rows(root, placed, set(), following)),
         MappingProxyType(memories),
         MappingProxyType(sizes),
         limits=MappingProxyType(limits),
     )
 
 
-def _rows(block: Block, placed: Mapping[ModelLeaf, MemoryName], seen: set[ModelLeaf]) -> list[MapRow]:
-    found = {placed[leaf] for leaf in block.leaves}
+def _rows(
+    block: Block, placed: Mapping[ModelLeaf, MemoryName], seen: set[ModelLeaf], following: Collection[ModelLeaf]
+) -> list[MapRow]:
+    found = {(placed[leaf], leaf in following) for leaf in block.leaves}
     if len(found) == 1:
         new = set(block.leaves) - seen
         seen |= new
-        return [MapRow(block.path or "*", found.pop(), bytes_of_leaves(new))]
+        memory, follows = found.pop()
+        return [MapRow(block.path or "*", memory, bytes_of_leaves(new), follows)]
     rows = list[MapRow]()
-    for row in itertools.chain.from_iterable(_rows(child, placed, seen) for child in block.children):
+    for row in itertools.chain.from_iterable(_rows(child, placed, seen, following) for child in block.children):
         joined = _joined(rows[-1], row) if rows else None
         rows[-1:] = [joined] if joined else [*rows[-1:], row]
     return rows
@@ -252,8 +270,8 @@ def _rows(block: Block, placed: Mapping[ModelLeaf, MemoryName], seen: set[ModelL
 def _joined(first: MapRow, second: MapRow) -> MapRow | None:
     """Return one row for numbered blocks that follow each other in one memory; None for others."""
     one, other = (re.fullmatch(r"(.*[/.]|)(?:(\d+)-)?(\d+)", row.path) for row in (first, second))
-    if one is None or other is None or first.memory != second.memory or one[1] != other[1] or other[2]:
+    alike = (first.memory, first.follows) == (second.memory, second.follows)
+    if one is None or other is None or not alike or one[1] != other[1] or other[2] or int(one[3]) + 1 != int(other[3]):
         return None
-    if int(one[3]) + 1 != int(other[3]):
-        return None
-    return MapRow(f"{one[1]}{one[2] or one[3]}-{other[3]}", first.memory, first.bytes + second.bytes)
+    path = f"{one[1]}{one[2] or one[3]}-{other[3]}"
+    return replace(first, path=path, bytes=first.bytes + second.bytes)

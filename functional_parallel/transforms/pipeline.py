@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import ClassVar, TypeVar
@@ -73,6 +73,9 @@ class pipeline(Transform):
         balance: the quantity to balance over the stages, without marks and stacks: "work", "memory" of parameters
             and residuals, or the number of "layers". Layers are told by the first number in the paths of parameters.
             This cut does not depend on the shapes of the batch.
+        stages: the stage of each parameter, by patterns of paths: `{"layers/0-3": 0, "layers/4-7": 1}`, or
+            `fp.device_map(…).stages`. The cut keeps the most bytes of parameters on their stages; the others are in
+            `program.notes`.
 
     Raises:
         ValueError: if `microbatches` is not a positive integer, `balance` is unknown, `schedule` is not a schedule, or
@@ -90,6 +93,7 @@ class pipeline(Transform):
     chunks: int | None = None
     batch: SpecTree = None
     balance: str = "work"
+    stages: Mapping[str, int] | None = None
     order: ClassVar[Order] = Order.PIPELINE
 
     def __post_init__(self) -> None:
@@ -148,7 +152,9 @@ class pipeline(Transform):
                 f"{self.name} stands outside of {f}, where one rank holds all parameters; a pipeline's ranks hold "
                 "those of their own stages: leave master= out"
             )
-        plan = PipelineRequest(self.axis, MICROBATCH, self.schedule_for, CutSpec(self.balance))
+        plan = PipelineRequest(
+            self.axis, MICROBATCH, self.schedule_for, CutSpec(self.balance, stages=self.stages or {})
+        )
         lies = (f"{'by their stages' if self.specs is None else as_code(self.specs)} over {self.axis!r}", "")
         inner = unstacked(f, self._stacks, lies) if self.specs is not None else f.then(f.run, lies=lies)
         local = microbatched(inner, self.batch, self.name)

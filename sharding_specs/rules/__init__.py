@@ -1,7 +1,7 @@
 """Rules that assign specs by path, and ready rules of well-known models."""
 
 from .for_model import for_model
-from .matching import RuleMatch, apply_rules, match_rules, matches, nearest, optional
+from .matching import RuleMatch, apply_rules, match_rules, matches, matches_within, nearest, optional
 from .ready import bert, gpt2, llama, vit
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "llama",
     "match_rules",
     "matches",
+    "matches_within",
     "nearest",
     "optional",
     "vit",

@@ -109,6 +109,23 @@ def matches(pattern: str, path: str) -> bool:
     return _expression(pattern).match(path.replace(".", "/")) is not None
 
 
+_RANGE = re.compile(r"(?<![^/.])(\d+)-(\d+)(?![^/.])")
+_PART = re.compile(r"[^/.]+")
+
+
+def matches_within(pattern: str, path: str) -> bool:
+    """Whether `pattern` matches the path of a leaf, or that of a node around it. `0-3` is any of these numbers.
+
+    >>> [matches_within("layers/0-3", path) for path in ("layers.2.w", "layers.2", "layers.4.w", "layers")]
+    [True, True, False, False]
+    """
+    found = _RANGE.search(pattern)
+    if found is not None:
+        numbers = range(int(found[1]), int(found[2]) + 1)
+        return any(matches_within(f"{pattern[: found.start()]}{n}{pattern[found.end() :]}", path) for n in numbers)
+    return any(matches(pattern, path[: part.end()]) for part in _PART.finditer(path))
+
+
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     """Return the known paths or names that are most similar to a name or pattern, for messages.
 
