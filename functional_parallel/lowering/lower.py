@@ -193,8 +193,8 @@ def _trace_step(
         resolved = Resolved.of(args, wide, leaves)
     splits = microbatch_splits(args, resolved.arguments, wide, applied.virtual_sizes(mesh))
     pipeline = pipeline_of(applied)
-    virtual = None if pipeline is None else pipeline.virtual
-    settings = Settings(wide, splits, virtual, requested_passes(applied), options)
+    virtual, stage_axis = (None, None) if pipeline is None else (pipeline.virtual, pipeline.axis)
+    settings = Settings(wide, splits, virtual, requested_passes(applied), options, stage_axis)
     flat = _Flat(local, resolved, args, out_specs, name)
     traced, types, assumptions = _traced(flat, mesh, settings, applied)
     why = valueless(traced)

@@ -63,6 +63,7 @@ class Rewrite:
             for unit in units.get(each.scope, ()):
                 run_pass(each, unit, self.watch)
         result.passes += tuple(dict.fromkeys(name for part in parts for name in part.program.passes))
+        result.notes += tuple(dict.fromkeys(note for part in parts for note in part.program.notes))
         result.forget_ops()
         return result
 

@@ -18,11 +18,25 @@ from .microbatches.split import microbatch_splits, shard_aval
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import bounds_of_part, combine_op, microbatch_dim, with_dim_size, with_global_size
 from .options import REPEATS, Options, pass_names
-from .program_pass import Completed, Phase, ProgramPass, RunningSum, Scope, Settings, StagedOps, Unit, run_pass
+from .program_pass import (
+    Chosen,
+    Completed,
+    Pack,
+    Phase,
+    ProgramPass,
+    RunningSum,
+    Scope,
+    Settings,
+    StagedOps,
+    Unit,
+    Unpack,
+    run_pass,
+)
 from .reduce_types import ReduceDtype
 from .rematerialize import RecomputeMarked, Remat
 from .running_sums import lying_by_themselves
 from .shards_first import ReduceScatterFirst
-from .stored_residuals import StoredResiduals, call_inline, restore
+from .split_residuals import SplitResiduals
+from .stored_residuals import StoredResiduals, call_inline, next_op, restore
 from .table import passes_of
 from .transposed import TransposedGradients

@@ -75,7 +75,7 @@ class CheapValues:
         dropped: set[fx.Node] = set()
         instead: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         for node in reversed(forward_nodes(self.traced)):
-            taken = self._operands_of_copy(node) if _is_cheap(node) else None
+            taken = self._operands_of_copy(node) if is_cheap(node) else None
             if taken is not None:
                 own = self.storages.made_by(node)
                 dropped.update(each for s in own for each in self.values[s] if not info(each).backward)
@@ -164,7 +164,7 @@ class _CheapInStages(CheapValues):
         return all(staged.is_held(s[0]) or ((own, s) in self.taken and not staged.is_repeated(s[0])) for s in storages)
 
 
-def _is_cheap(node: fx.Node) -> bool:
+def is_cheap(node: fx.Node) -> bool:
     """Whether an op is deterministic and takes about the time needed to read its operands."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags or view_base(node) is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from sharding_specs import Mesh
 
 from ..collectives import DimSplit
-from ..ir import Traced
+from ..ir import Aval, Traced
 from ..program import Memory, Program, Watch
 from .options import Options
 
@@ -52,6 +52,7 @@ class Settings:
     pipelined: str | None = None  # the virtual axis of the microbatches that a pipeline runs
     requested: tuple[ProgramPass, ...] = ()
     options: Options = field(default_factory=Options)
+    stage_axis: str | None = None  # the mesh axis whose ranks hold the stages of a pipeline
 
     def per_microbatch(self, traced: Traced) -> set[fx.Node]:
         """Return the values that do not depend on the microbatch, but are recomputed for each microbatch."""
@@ -86,9 +87,10 @@ class RunningSum(NamedTuple):
     adding: tuple[tuple[Program, int], ...]
 
 
-Exchange: TypeAlias = Callable[
-    [Callable[[fx.Node], bool], Callable[[Tensor], Sequence[Tensor]], Callable[..., Tensor]], None
-]
+Chosen: TypeAlias = Callable[[Sequence[fx.Node], Mesh], Sequence[fx.Node]]
+Pack: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
+Unpack: TypeAlias = Callable[[Sequence[Tensor], Aval], Tensor]
+Exchange: TypeAlias = Callable[[Chosen, Pack, Unpack], Sequence[fx.Node]]  # returns the values that are stored
 
 
 @dataclass

@@ -6,6 +6,7 @@ Between them only the converted parts are alive.
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,61 +18,111 @@ from sharding_specs import Mesh
 
 from ..checker import Typing
 from ..collectives import bind
-from ..ir import NodeInfo, Traced, info, residuals
+from ..ir import Aval, NodeInfo, Traced, first_operand, info, operands_of, reached, residuals
 from ..program import view_base
 from ..tracing import trace
-from .program_pass import Phase, ProgramPass, Scope, Settings, Unit
+from .cheap import is_cheap
+from .layer_index import made_of_parameters
+from .program_pass import Phase, ProgramPass, Scope, Settings, Unit, Unpack
 from .recompute import insert_recompute
 
 
 class StoredResiduals(ProgramPass):
-    """Store residuals in another form, given by two functions on tensors. They may call collectives."""
+    """Store residuals in another form, given by two functions on tensors. They may call collectives.
+
+    A stored value is restored as a contiguous tensor.
+    """
 
     phase: ClassVar[Phase] = Phase.RESIDUALS
     scope: ClassVar[Scope] = Scope.PAIR
 
     @abstractmethod
-    def is_chosen(self, value: fx.Node) -> bool:
-        """Whether to convert this residual."""
+    def chosen(self, values: Sequence[fx.Node], mesh: Mesh) -> Sequence[fx.Node]:
+        """Return the residuals to convert, of all that a program saves, or a stage of a pipeline."""
+
+    def check(self, settings: Settings) -> None:
+        """Raise an error if the pass can do nothing on this mesh."""
+
+    def note(self, stored: Sequence[fx.Node]) -> str | None:
+        """Say what was done, for `explain`."""
+        return None
 
     @abstractmethod
     def pack(self, value: Tensor) -> Sequence[Tensor]:
         """Return the tensors to store."""
 
     @abstractmethod
-    def unpack(self, *parts: Tensor) -> Tensor:
-        """Return the value from the stored tensors."""
+    def unpack(self, parts: Sequence[Tensor], like: Aval) -> Tensor:
+        """Return the value, whose shape and dtype `like` has, from the stored tensors."""
 
-    def rewrite(self, unit: Unit) -> None:
-        if unit.exchange is not None:
-            unit.exchange(self.is_chosen, self.pack, self.unpack)
-            return
+    def rewrite(self, unit: Unit) -> str | None:
         traced, mesh = unit.program.traced, unit.program.mesh
-        for value, readers in residuals(traced).items():
-            if view_base(value) is None and self.is_chosen(value):
-                with traced.graph.inserting_before(value.next):
-                    parts = call_inline(traced, self.pack, [value], mesh, info(value))
-                restore(traced, self.unpack, value, parts, readers, mesh)
+        if unit.exchange is not None:
+            return self.note(unit.exchange(self.chosen, self.pack, self.unpack))
+        found = {value: readers for value, readers in residuals(traced).items() if not _is_view(value)}
+        stored = self.chosen(list(found), mesh)
+        for value in stored:
+            with traced.graph.inserting_before(next_op(value)):
+                parts = call_inline(traced, self.pack, [value], mesh, info(value))
+            restore(traced, self.unpack, value, parts, found[value], mesh)
+        return self.note(stored)
 
 
 @dataclass(frozen=True)
-class ViewsAgain(ProgramPass):
-    """Let the backward take views of saved values itself, so that no value is stored twice."""
+class RecomputeFromStored(ProgramPass):
+    """Let the backward take views of stored values, and results of cheap ops on stored values, itself."""
 
-    name: ClassVar[str] = "views again"
+    stored: tuple[StoredResiduals, ...] = ()
+    name: ClassVar[str] = "from stored values"
     phase: ClassVar[Phase] = Phase.RECOMPUTE
 
     @classmethod
     def implied(cls, settings: Settings) -> Iterable[ProgramPass]:
-        return [cls()] if any(isinstance(each, StoredResiduals) for each in settings.requested) else []
+        stored = tuple(each for each in settings.requested if isinstance(each, StoredResiduals))
+        return [cls(stored)] if stored else []
 
-    def run(self, traced: Traced, mesh: Mesh) -> None:
-        insert_recompute(traced, {value for value in residuals(traced) if view_base(value) is not None})
+    def rewrite(self, unit: Unit) -> None:
+        for each in self.stored:
+            each.check(unit.settings)
+        traced, mesh = unit.program.traced, unit.program.mesh
+        saved = _bases(residuals(traced))
+        chosen = {value for each in self.stored for value in each.chosen(saved, mesh)}
+        there, dropped = {*saved, *traced.inputs, *made_of_parameters(traced.nodes)}, set[fx.Node]()
+        for value in residuals(traced):
+            met = _to_bases([value])
+            dropped.update(view for view in met if _is_view(view) and not chosen.isdisjoint(met))
+        for value in chosen:
+            op = first_operand(value) if value.target is operator.getitem else value
+            if is_cheap(op) and there.issuperset(_bases(operands_of(op))):
+                dropped |= {op, value, *filter(_is_view, _to_bases(operands_of(op)))}
+        insert_recompute(traced, dropped)
+
+
+def _to_bases(values: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """Return values, and if they are views, the views and the value that they are taken of."""
+    return reached(values, lambda value: operands_of(value) if _is_view(value) else ())
+
+
+def _bases(values: Iterable[fx.Node]) -> list[fx.Node]:
+    return [value for value in _to_bases(values) if not _is_view(value)]
+
+
+def _is_view(value: fx.Node) -> bool:
+    is_op = value.op == "call_function" and value.target is not operator.getitem
+    return is_op and view_base(value) is not None
+
+
+def next_op(value: fx.Node) -> fx.Node:
+    """Return the node before which ops on a value stand. The other results of its op are unpacked before them."""
+    following = value.next
+    while following.target is operator.getitem:
+        following = following.next
+    return following
 
 
 def restore(
     traced: Traced,
-    unpack: Callable[..., Tensor],
+    unpack: Unpack,
     value: fx.Node,
     parts: Sequence[fx.Node],
     readers: Sequence[fx.Node],
@@ -80,7 +131,7 @@ def restore(
     """Let ops read a value that is unpacked before the first of them."""
     with traced.graph.inserting_before(readers[0]):
         known = info(value)._replace(backward=True, recomputed=True)
-        (restored,) = call_inline(traced, lambda *stored: [unpack(*stored)], parts, mesh, known)
+        (restored,) = call_inline(traced, lambda *stored: [unpack(stored, known.aval)], parts, mesh, known)
     for reader in readers:
         reader.replace_input_with(value, restored)
 

@@ -24,7 +24,8 @@ from .running_sums import RunningSums
 from .shards_first import ReduceScatterFirst
 from .simplified import Simplified
 from .stacked_layers import SeparateLayers
-from .stored_residuals import ViewsAgain
+from .split_residuals import SplitResiduals
+from .stored_residuals import RecomputeFromStored
 from .transposed import TransposedGradients
 from .trivial import AxesOfOneRank
 
@@ -45,7 +46,8 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (GatherAgain, "`tensor_parallel`"),
     (Remat, "`remat`"),
     (RematToBudget, "`remat(budget=…)`"),
-    (ViewsAgain, "residuals that are stored in another form"),
+    (RecomputeFromStored, "residuals that are stored in another form"),
+    (SplitResiduals, "`partition_activations`"),
     (TransposedGradients, "every program"),
     (GatherPlacement, "`zero(3, …)`"),
     (EarlyReductions, "every program"),

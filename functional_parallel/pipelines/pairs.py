@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import Tensor, fx
+from torch import fx
 
 from sharding_specs import P
 
 from ..collectives import State
 from ..ir import info, set_info
-from ..passes import RunningSum, Settings, Unit, call_inline, restore
+from ..passes import Chosen, Pack, RunningSum, Settings, Unit, Unpack, call_inline, next_op, restore
 from .extract import Subprogram
 from .stages import ActionPrograms, Stage
 from .structure import PipelineStructure
@@ -41,14 +41,13 @@ def _sums(work: ActionPrograms) -> list[RunningSum]:
 def _exchange(
     pipeline: PipelineStructure,
     index: int,
-    is_chosen: Callable[[fx.Node], bool],
-    pack: Callable[[Tensor], Sequence[Tensor]],
-    unpack: Callable[..., Tensor],
-) -> None:
+    chosen: Chosen,
+    pack: Pack,
+    unpack: Unpack,
+) -> Sequence[fx.Node]:
     stage = pipeline.stages[index]
-    for value in _residuals(pipeline, stage):
-        if not is_chosen(value):
-            continue
+    stored = chosen(_residuals(pipeline, stage), pipeline.mesh)
+    for value in stored:
         leaves = value in stage.sends_forward or value in pipeline.collected
         names: list[fx.Node] = []
         packed = functools.partial(_packed, value=value, pack=pack, names=names, leaves=leaves)
@@ -62,6 +61,7 @@ def _exchange(
             after_input=stage.after_input - {value} | set(names) if value in stage.after_input else stage.after_input,
         )
     pipeline.stages[index] = stage
+    return stored
 
 
 def _residuals(pipeline: PipelineStructure, stage: Stage) -> list[fx.Node]:
@@ -82,7 +82,7 @@ def _packed(
     part: Subprogram,
     sums: int,
     value: fx.Node,
-    pack: Callable[[Tensor], Sequence[Tensor]],
+    pack: Pack,
     names: list[fx.Node],
     leaves: bool,
 ) -> Subprogram:
@@ -94,7 +94,7 @@ def _packed(
     else:
         part = part if value in part.inputs else _with_input(part, value)
         here = traced.inputs[part.inputs.index(value)]
-    with traced.graph.inserting_before((here if here.op == "call_function" else traced.inputs[-1]).next):
+    with traced.graph.inserting_before(next_op(here if here.op == "call_function" else traced.inputs[-1])):
         parts = call_inline(traced, pack, [here], program.mesh, info(here))
     if not names:  # the names of the parts, equal in all programs
         names += [_name(value, each) for each in parts]
@@ -111,7 +111,7 @@ def _packed(
 
 
 def _unpacked(
-    part: Subprogram, sums: int, value: fx.Node, unpack: Callable[..., Tensor], names: Sequence[fx.Node]
+    part: Subprogram, sums: int, value: fx.Node, unpack: Unpack, names: Sequence[fx.Node]
 ) -> Subprogram:
     program, traced = part.program, part.program.traced
     place = part.inputs.index(value)

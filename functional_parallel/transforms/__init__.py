@@ -6,6 +6,7 @@ from .argument_specs import matched
 from .from_specs import from_specs
 from .local_sgd import diloco, local_sgd
 from .parallel import data_parallel, tensor_parallel, zero
+from .partition_activations import partition_activations
 from .pipeline import pipeline, stage_boundary
 from .precision import mixed_precision
 from .remat import recompute, remat

@@ -177,7 +177,7 @@ def _check_axes(transforms: tuple[Transform, ...]) -> None:
     taken: dict[str, Transform] = {}
     for transform in transforms:
         axis = getattr(transform, "axis", None)
-        if axis is None:
+        if axis is None or transform.order is Order.PRECISION:  # it splits no argument
             continue
         other = taken.setdefault(axis, transform)
         if other is not transform:

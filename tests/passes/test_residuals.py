@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import functional_parallel as fp
-from functional_parallel.collectives import State
-from functional_parallel.ir import info, residuals
-from functional_parallel.passes import StoredResiduals
+from functional_parallel.ir import Aval, info, residuals
+from functional_parallel.passes import SplitResiduals, StoredResiduals
 from functional_parallel.requests import RunPass
 from sharding_specs import Mesh, P
 
@@ -25,6 +24,7 @@ from ..program.test_memory import measured
 
 MESH = Mesh(pipe=2, tensor=2)
 SPECS = [{"a": P(None, "tensor"), "b": P("tensor", None)}] * 4
+SPLIT = SplitResiduals("tensor", 1)
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "interleaved"]
 
 
@@ -34,33 +34,15 @@ class Halves(StoredResiduals):
 
     name: ClassVar[str] = "halves"
 
-    def is_chosen(self, value: fx.Node) -> bool:
-        return info(value).aval.dtype == torch.float64 and info(value).aval.ndim > 0
+    def chosen(self, values: Sequence[fx.Node], mesh: Mesh) -> Sequence[fx.Node]:
+        return [value for value in values if info(value).aval.dtype == torch.float64 and info(value).aval.ndim > 0]
 
     def pack(self, value: Tensor) -> Sequence[Tensor]:
         bits = value.contiguous().view(torch.int32).unflatten(-1, (-1, 2))
         return [bits[..., 0].clone(), bits[..., 1].clone()]
 
-    def unpack(self, *parts: Tensor) -> Tensor:
-        return torch.stack(parts, -1).flatten(-2).view(torch.float64)
-
-
-@dataclass(frozen=True)
-class Split(StoredResiduals):
-    """Store a shard of a value that all ranks of an axis hold."""
-
-    axis: str = "tensor"
-    name: ClassVar[str] = "split residuals"
-
-    def is_chosen(self, value: fx.Node) -> bool:
-        known = info(value)
-        return known.typed[self.axis] is State.INVARIANT and known.aval.ndim > 0 and known.aval.shape[0] % 2 == 0
-
-    def pack(self, value: Tensor) -> Sequence[Tensor]:
-        return [fp.pscatter(value, self.axis, dim=0).clone()]
-
-    def unpack(self, *parts: Tensor) -> Tensor:
-        return fp.all_gather(parts[0], self.axis, dim=0, to="invariant")
+    def unpack(self, parts: Sequence[Tensor], like: Aval) -> Tensor:
+        return torch.stack(list(parts), -1).flatten(-2).view(torch.float64)
 
 
 def loss(params: Any, x: Tensor) -> Tensor:
@@ -93,7 +75,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @settings(max_examples=4)
-@given(st.integers(0, 1000), st.sampled_from([None, *SCHEDULES]), st.sampled_from([Halves(), Split()]))
+@given(st.integers(0, 1000), st.sampled_from([None, *SCHEDULES]), st.sampled_from([Halves(), SPLIT]))
 def test_the_bits_are_those_of_the_plain_function(seed: int, schedule: str | None, each: StoredResiduals) -> None:
     params, x = arguments(seed)
     changed = step(schedule, each)
@@ -107,7 +89,7 @@ def test_the_memory_is_that_of_the_parts(schedule: str | None) -> None:
     """What a stage saves is what the pass stores, predictions are measured, and shards need less."""
     params, x = arguments(0, 64)
     plain = step(schedule).lower(params, x)
-    for each in (Halves(), Split()):
+    for each in (Halves(), SPLIT):
         program = step(schedule, each).lower(params, x)
         if schedule is None:
             assert measured(program) == program.memory().peak

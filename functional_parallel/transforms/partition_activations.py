@@ -1,0 +1,58 @@
+"""Partitioned activations of ZeRO-R."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+from ..functions import LocalFunction, explain_keywords
+from ..passes import SplitResiduals
+from ..program import parse_bytes
+from ..requests import RunPass
+from .transform import Transform
+
+
+@explain_keywords
+@dataclass(frozen=True)
+class partition_activations(Transform):
+    """Save activations that all ranks of an axis hold as shards, and gather them for the backward.
+
+    This is the Pa of ZeRO-R (arXiv 1910.02054 §6.1). With tensor parallelism, all ranks of the axis hold the activations
+    between the layers. With `fp.remat()` these are all that a step saves, and each rank stores one n-th of them. Each is
+    gathered once per step: one all-gather per layer more.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh, P
+    >>> def loss(params, x):
+    ...     for layer in params["layers"]:
+    ...         x = x + torch.tanh(x @ layer["a"]) @ layer["b"]
+    ...     return x.square().sum()
+    >>> params = {"layers": [{"a": torch.ones(8, 8), "b": torch.ones(8, 8)}] * 9}
+    >>> split = fp.tensor_parallel("tensor", {"*/a": P(None, "tensor"), "*/b": P("tensor")})
+    >>> def program(*first):
+    ...     step = fp.compile(fp.grad(fp.chain(*first, split)(loss)), Mesh(tensor=4))
+    ...     return step.lower(params, torch.ones(4096, 8))
+    >>> plain, parts = program(fp.remat()), program(fp.remat(), fp.partition_activations("tensor"))
+    >>> plain.memory().peak - parts.memory().peak, parts.counts()["all_gather", ("tensor",)]
+    (688128, 8)
+    >>> print(parts.notes[0])
+    partition_activations('tensor'): 8 saved activations of 1.0 MiB are split, and gathered for the backward
+
+    Args:
+        axis: the mesh axis, usually that of `fp.tensor_parallel`. Values that differ along it are saved as they are.
+        at_least: the size from which a value is split: a number of bytes, or a text such as "1MiB".
+
+    Raises:
+        ValueError: if `at_least` is not a size.
+        MeshError: when the function is compiled, if the mesh has no such axis, or the stages of a pipeline lie along it.
+    """
+
+    axis: str
+    _: KW_ONLY
+    at_least: int | str = "64KiB"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_bytes(self.at_least)  # raises for another text
+
+    def apply(self, f: LocalFunction) -> LocalFunction:
+        return f.requesting(RunPass(SplitResiduals(self.axis, parse_bytes(self.at_least))))
