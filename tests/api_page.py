@@ -75,6 +75,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "mixed_precision",
         "LossScale",
         "remat",
+        "partition_activations",
         "from_specs",
         "partition",
         "constrain",

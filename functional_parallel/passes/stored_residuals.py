@@ -87,7 +87,7 @@ class RecomputeFromStored(ProgramPass):
         traced, mesh = unit.program.traced, unit.program.mesh
         saved = _bases(residuals(traced))
         chosen = {value for each in self.stored for value in each.chosen(saved, mesh)}
-        there, dropped = {*saved, *traced.inputs, *made_of_parameters(traced.nodes)}, set[fx.Node]()
+        there, dropped = {*saved, *traced.inputs, *made_of_parameters(list(traced.nodes))}, set[fx.Node]()
         for value in residuals(traced):
             met = _to_bases([value])
             dropped.update(view for view in met if _is_view(view) and not chosen.isdisjoint(met))

@@ -23,8 +23,8 @@ from .rematerialize import RecomputeMarked, Remat
 from .running_sums import RunningSums
 from .shards_first import ReduceScatterFirst
 from .simplified import Simplified
-from .stacked_layers import SeparateLayers
 from .split_residuals import SplitResiduals
+from .stacked_layers import SeparateLayers
 from .stored_residuals import RecomputeFromStored
 from .transposed import TransposedGradients
 from .trivial import AxesOfOneRank

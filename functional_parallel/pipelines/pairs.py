@@ -110,9 +110,7 @@ def _packed(
     return replace(part, outputs=tuple(outputs))
 
 
-def _unpacked(
-    part: Subprogram, sums: int, value: fx.Node, unpack: Unpack, names: Sequence[fx.Node]
-) -> Subprogram:
+def _unpacked(part: Subprogram, sums: int, value: fx.Node, unpack: Unpack, names: Sequence[fx.Node]) -> Subprogram:
     program, traced = part.program, part.program.traced
     place = part.inputs.index(value)
     here = traced.inputs[place]

@@ -16,8 +16,8 @@ from .transform import Transform
 class partition_activations(Transform):
     """Save activations that all ranks of an axis hold as shards, and gather them for the backward.
 
-    This is the Pa of ZeRO-R (arXiv 1910.02054 §6.1). With tensor parallelism, all ranks of the axis hold the activations
-    between the layers. With `fp.remat()` these are all that a step saves, and each rank stores one n-th of them. Each is
+    This is Pa of ZeRO-R (arXiv 1910.02054 §6.1). With tensor parallelism, all ranks of the axis hold the activations
+    between the layers. With `fp.remat()` a step saves nothing else, and each rank stores one n-th of them. Each is
     gathered once per step: one all-gather per layer more.
 
     >>> import torch, functional_parallel as fp
@@ -43,7 +43,7 @@ class partition_activations(Transform):
 
     Raises:
         ValueError: if `at_least` is not a size.
-        MeshError: when the function is compiled, if the mesh has no such axis, or the stages of a pipeline lie along it.
+        MeshError: when the function is compiled, if the mesh has no such axis, or it is that of a pipeline's stages.
     """
 
     axis: str

@@ -43,10 +43,10 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def trained(config: Config, steps: int = 3) -> tuple[Any, list[Tensor], Any]:
+def trained(config: Config, steps: int = 3, mesh: Mesh = MESH) -> tuple[Any, list[Tensor], Any]:
     """Return the parameters after some steps, the losses, and the training step."""
     assert config.optimizer is not None
-    train = fp.train_step(loss, config.optimizer, MESH, config.plan, **config.options)
+    train = fp.train_step(loss, config.optimizer, mesh, config.plan, **config.options)
     state, losses = train.init(parameters()), []
     for _ in range(steps):
         state, metrics = train(state, batch(config.train_batch_size, 0))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel.interop.deepspeed.schema import KEYS
+from sharding_specs import Mesh
 
 from .configs import (
     BASE,
@@ -42,6 +43,7 @@ DECAYING = CYCLE | {f"{OF_SCHEDULER}decay_lr_rate": 0.5, f"{OF_SCHEDULER}decay_s
 TEST = {SCHEDULER: "LRRangeTest", f"{OF_SCHEDULER}lr_range_test_step_size": 4}
 MASTERS = {"bf16.bf16_master_weights_and_grads": True}
 STATES = {"bf16.bf16_optimizer_states": True}
+SPLIT = "activation_checkpointing.partition_activations"
 
 # Path → (values beside it, its value or the values that contain it). Without it, the file trains otherwise.
 EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -67,6 +69,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "zero_optimization.reduce_bucket_size": ({}, 10),
     "zero_optimization.stage3_prefetch_bucket_size": (WHOLE, 0),
     "zero_optimization.stage3_param_persistence_threshold": ({STAGE: 3}, 10),
+    SPLIT: ({}, True),
     TYPE: ({}, "Lion"),
     f"{PARAMS}lr": ({}, 0.2),
     f"{PARAMS}betas": (ADAM, [0.5, 0.5]),
@@ -105,13 +108,13 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 @cache
-def observed(text: str) -> tuple[Any, ...]:
+def observed(text: str, mesh: Mesh) -> tuple[Any, ...]:
     """Return what a configuration leads to: program, parameters, rates and loss scales; or its error."""
     try:
-        config = fp.deepspeed.from_config(nested(json.loads(text)), mesh=MESH)
+        config = fp.deepspeed.from_config(nested(json.loads(text)), mesh=mesh)
     except ValueError as error:
         return (str(error),)
-    params, _, train = trained(config)
+    params, _, train = trained(config, mesh=mesh)
     rates = optree.tree_map(
         lambda rate: [float(rate(step)) if callable(rate) else rate for step in range(12)], config.schedule
     )
@@ -141,8 +144,18 @@ def test_an_honoured_key_has_an_effect(path: str) -> None:
     beside, value = EFFECTS[path]
     without = BASE | beside
     changed = without | (value if isinstance(value, dict) else {path: value})
-    assert len(observed(json.dumps(changed))) > 1, "the value is refused"
-    assert observed(json.dumps(changed)) != observed(json.dumps(without))
+    mesh = Mesh(data=2, tensor=2) if path == SPLIT else MESH
+    assert len(observed(json.dumps(changed), mesh)) > 1, "the value is refused"
+    assert observed(json.dumps(changed), mesh) != observed(json.dumps(without), mesh)
+
+
+def test_activations_are_split_over_the_axis_of_model_parallelism() -> None:
+    """Without such ranks DeepSpeed splits nothing either."""
+    file = nested(BASE | {SPLIT: True})
+    for mesh, named in ((Mesh(data=2, model=2), {"tensor": "model"}), (MESH, {}), (2, {})):
+        plan = fp.deepspeed.from_config(file, mesh=mesh, **named).plan
+        found = [each for each in plan.transforms if isinstance(each, fp.partition_activations)]
+        assert found == ([fp.partition_activations("model", at_least=1)] if named else [])
 
 
 def test_schedules_and_scales_reach_the_step() -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "products",
     "recomputes",
     "same_loop",
+    "splits_activations",
     "traced_twice",
     "trained",
     "trains",
@@ -148,3 +149,20 @@ def traced_twice(f: Any) -> bool:
     finally:
         sys.setprofile(None)
     return seen.count("call") == 2 and close(value, model(weight, x))
+
+
+def splits_activations(transform: Any) -> bool:
+    """A large activation between layers is gathered for the backward, and the gradients keep their bits."""
+
+    def deep(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for w in params.values():
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    weights = {"first": torch.randn(8, 8), "second": torch.randn(8, 8)}
+    split = fp.tensor_parallel("tensor", {"*": P("tensor")})
+    mesh, rows = Mesh(tensor=2), torch.randn(4096, 8)
+    step, plain = (fp.compile(fp.grad(plan(deep)), mesh) for plan in (fp.chain(transform, split), split))
+    same = all(torch.equal(step(weights, rows)[name], plain(weights, rows)[name]) for name in weights)
+    gathers = [each.program.counts().get(("all_gather", ("tensor",)), 0) for each in (step, plain)]
+    return same and gathers[0] > gathers[1]

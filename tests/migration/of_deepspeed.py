@@ -9,7 +9,19 @@ import torch
 import functional_parallel as fp
 from sharding_specs import Mesh
 
-from .checks import DATA, UNCHANGED, close, counts, first_loss, in_precision, products, same_loop, trained, trains
+from .checks import (
+    DATA,
+    UNCHANGED,
+    close,
+    counts,
+    first_loss,
+    in_precision,
+    products,
+    same_loop,
+    splits_activations,
+    trained,
+    trains,
+)
 from .names import loss, params, x, y
 from .of_fsdp2 import gathers_earlier, keeps_small_parameters
 from .row import Row
@@ -201,7 +213,11 @@ ROWS = [
     Row('"offload_optimizer": {"device": "cpu"}', limit="offloading"),
     Row('"offload_param": {"device": "nvme"}', limit="offloading"),
     Row('"activation_checkpointing": {"cpu_checkpointing": true}', limit="offloading"),
-    Row('"activation_checkpointing": {"partition_activations": true}', limit="partitioned activations"),
+    Row(
+        '"activation_checkpointing": {"partition_activations": true}',
+        'fp.partition_activations("tensor")',
+        splits_activations,
+    ),
     Row('"zero_quantized_weights": true\n"zero_quantized_gradients": true', limit="quantised communication"),
     Row('"optimizer": {"type": "onebitadam"}', limit="compressed gradients"),
     Row('"sparse_gradients": true', limit="sparse gradients"),

@@ -21,6 +21,7 @@ from .checks import (
     products,
     recomputes,
     same_loop,
+    splits_activations,
     trained,
     trains,
 )
@@ -204,7 +205,12 @@ ROWS = [
         attention_is_recomputed,
         '`fp.remat(budget="8GiB")` recomputes as little as fits.',
     ),
-    Row("--distribute-saved-activations", limit="partitioned activations"),
+    Row(
+        "--distribute-saved-activations",
+        'fp.partition_activations("tensor")',
+        splits_activations,
+        "With `fp.remat()` they are the inputs of layers. `at_least=` is the least size.",
+    ),
     Row(
         "--bf16 --accumulate-allreduce-grads-in-fp32",
         'fp.chain(fp.mixed_precision("bf16", reduce="fp32"), fp.zero(1, "data"))',

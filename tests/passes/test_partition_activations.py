@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import functional_parallel as fp
 from functional_parallel.ir import info
-from sharding_specs import Mesh, P
+from sharding_specs import Mesh, MeshError, P
 
 from ..pipelines.test_memory import OneRank
 from ..processes import run_on_processes
@@ -95,7 +95,9 @@ def test_the_bits_are_those_of_the_plan_without(
     stage=st.integers(0, 3),
     rows=st.sampled_from([24, 22]),
 )
-def test_a_stage_of_a_pipeline_splits_what_it_saves(schedule: str, policy: Any, ranks: int, stage: int, rows: int) -> None:
+def test_a_stage_of_a_pipeline_splits_what_it_saves(
+    schedule: str, policy: Any, ranks: int, stage: int, rows: int
+) -> None:
     rest = (fp.zero(stage, "data"), fp.pipeline("pipe", schedule=schedule, microbatches=4))
     plain, program = both(policy, rest, Mesh(pipe=2, data=2, tensor=ranks), rows=rows, layers=4)
     for before, after in zip(plain.stages, program.stages, strict=True):
@@ -167,6 +169,22 @@ def test_values_that_differ_along_the_axis_are_left_alone() -> None:
     step(params, x)
     assert ("all_gather", ("data",)) not in step.program.counts()
     assert step.program.notes[0].endswith("of 1 B or more is equal on all ranks of 'data'")
+
+
+def test_bad_input() -> None:
+    params, x = arguments()
+    split, plain = fp.partition_activations("tensor"), fp.tensor_parallel("tensor", RULES)
+    with pytest.raises(MeshError, match=r"no axis 'tensor', over which partition_activations\('tensor'\) splits"):
+        fp.compile(fp.grad(split(blocks)), Mesh(data=2))(params, x)
+    staged = fp.chain(fp.partition_activations("pipe"), fp.pipeline("pipe", microbatches=2))
+    with pytest.raises(MeshError, match="the ranks of 'pipe' hold different layers of the pipeline"):
+        fp.compile(fp.grad(staged(blocks)), Mesh(pipe=2))(params, x)
+    with pytest.raises(fp.OrderError, match=r"write chain\(partition_activations\('tensor'\), tensor_parallel"):
+        fp.chain(plain, split)
+    with pytest.raises(ValueError, match="'much' is no size"):
+        fp.partition_activations("tensor", at_least="much")
+    with pytest.raises(TypeError, match="one axis of the mesh"):
+        fp.partition_activations(("tensor", "data"))  # type: ignore[arg-type]
 
 
 INNER = (fp.remat(), fp.partition_activations("tensor", at_least=1), fp.tensor_parallel("tensor", RULES))

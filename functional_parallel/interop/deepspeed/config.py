@@ -10,7 +10,17 @@ from typing import Any
 from sharding_specs import Mesh
 
 from ...optim import Optimizer, Schedule
-from ...transforms import LossScale, Plan, Transform, accumulate, chain, data_parallel, mixed_precision, zero
+from ...transforms import (
+    LossScale,
+    Plan,
+    Transform,
+    accumulate,
+    chain,
+    data_parallel,
+    mixed_precision,
+    partition_activations,
+    zero,
+)
 from .auto import filled
 from .checks import Problems, converted, flat, read
 from .optimizers import build_optimizer, build_schedule
@@ -26,7 +36,7 @@ class Config:
     """A DeepSpeed configuration in terms of this library. `print(config)` shows it.
 
     Attributes:
-        plan: the plan: precision, ZeRO and accumulation.
+        plan: the plan: precision, partitioned activations, ZeRO and accumulation.
         optimizer: the optimizer. None if neither the file nor the call has one.
         options: keyword arguments of `fp.train_step`.
         schedule: `optimizer.lr`: the learning rate, or its schedule.
@@ -67,6 +77,7 @@ def from_config(
     *,
     mesh: Mesh | int,
     data: str = "data",
+    tensor: str = "tensor",
     optimizer: Optimizer | None = None,
     arguments: Any = None,
     beside_muon: tuple[str, ...] = _NO_MATRICES,
@@ -89,6 +100,7 @@ def from_config(
         config: path of the file, which may have comments (`//`, `#`) and trailing commas, or its content as a dict.
         mesh: the mesh, or the number of data ranks.
         data: the data axis.
+        tensor: the axis of model parallelism, over which `partition_activations` splits.
         optimizer: optimizer to use if the file has none.
         arguments: `transformers.TrainingArguments`, or an object with some of its attributes, to fill "auto".
         beside_muon: for the optimizer type Muon, patterns of the parameters that AdamW updates: those that are no
@@ -120,9 +132,9 @@ def from_config(
         with problems.at("optimizer and scheduler"):
             optimizer = build_optimizer(given, build_schedule(given), beside_muon)
     problems.raise_if_any()
-    clip = values["gradient_clipping"] or None
+    clip, is_split = values["gradient_clipping"] or None, isinstance(mesh, Mesh) and tensor in mesh.axis_names
     return Config(
-        plan=_plan(values, data, precision, scale, accumulation),
+        plan=_plan(values, data, tensor if is_split else None, precision, scale, accumulation),
         optimizer=optimizer,
         options={"clip": clip} | _bucket(values, given, precision),
         schedule=optimizer.lr if optimizer is not None else None,
@@ -204,13 +216,20 @@ def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str
 
 
 def _plan(
-    values: Mapping[str, Any], data: str, precision: str | None, scale: LossScale | float | None, microbatches: int
+    values: Mapping[str, Any],
+    data: str,
+    tensor: str | None,
+    precision: str | None,
+    scale: LossScale | float | None,
+    microbatches: int,
 ) -> Plan:
     stage, parts = values[f"{_ZERO}.stage"], list[Transform]()
     if precision is not None:
         gathers = "fp32" if values["torch_autocast.enabled"] else None
         sums, masters = values["communication_data_type"] or "fp32", not values["bf16.bf16_master_weights_and_grads"]
         parts.append(mixed_precision(precision, params=gathers, reduce=sums, masters=masters, loss_scale=scale))
+    if tensor is not None and values["activation_checkpointing.partition_activations"]:
+        parts.append(partition_activations(tensor, at_least=1))
     if stage == 3:
         threshold = values[f"{_ZERO}.stage3_param_persistence_threshold"]
         prefetch = 1 if values[f"{_ZERO}.stage3_prefetch_bucket_size"] else 0
