@@ -45,6 +45,7 @@ from .errors import (
     LaunchError,
     LayoutError,
     LossScaleError,
+    MemoriesError,
     NonFiniteError,
     NothingToTrainError,
     NotTrainedWarning,
@@ -60,7 +61,7 @@ from .functions import LocalFunction, functional, grad, grad_and_value, hessian,
 from .generation import Generated, Generator, generate
 from .interop import PreparedStep, deepspeed, load_pretrained, prepare, save_pretrained
 from .ir import abstract
-from .ops import constrain, outputs
+from .ops import constrain, outputs, to_memory
 from .ops import keyed_draws as _keyed_draws  # its import registers them
 from .partitioner import partition
 from .planning import (
@@ -73,7 +74,7 @@ from .planning import (
     layer_costs,
     search_pipeline,
 )
-from .program import Hardware, Line, Price, Program
+from .program import Hardware, Line, Memory, Price, Program
 from .rules import register_rule
 from .runtime import is_main_rank, launch, rank
 from .stateful import Sharded
@@ -124,6 +125,8 @@ __all__ = [
     "LocalFunction",
     "LossScale",
     "LossScaleError",
+    "MemoriesError",
+    "Memory",
     "Metrics",
     "NonFiniteError",
     "NotTrainedWarning",
@@ -216,6 +219,7 @@ __all__ = [
     "stage_boundary",
     "tensor_parallel",
     "testing",
+    "to_memory",
     "train_step",
     "vmap",
     "zero",

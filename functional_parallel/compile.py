@@ -28,7 +28,7 @@ from .lowering import ArgumentPaths, Lowered, lower, per_argument
 from .partitioner import call_shard_map
 from .passes import Options, pass_names
 from .pipelines import PipelineProgram
-from .program import Explanation, PassTable, Program
+from .program import Explanation, Memory, PassTable, Program
 from .quantities import is_positive_int
 from .runtime import check_backend, moved_to, refuse_asynchronous, runtime_of
 from .stateful import (
@@ -56,6 +56,7 @@ def compile(
     without: Collection[str] = (),
     backend: str = "eager",
     state: int | None = None,
+    memory: Memory | None = None,
 ) -> Compiled:
     """Compile a function on shards into a program for a mesh. Inputs and outputs are full tensors.
 
@@ -82,6 +83,7 @@ def compile(
             new_state)`. The new state stays on the ranks as an `fp.Sharded`, and is donated to the next call. The first
             call may take a full tree, which is sharded by its specs. It may also take None: the function then makes the
             state, in the layout that its ops give it.
+        memory: budget of each memory of a rank. By default there is none.
 
     Returns:
         The compiled function, with the arguments of `f`, positional or by keyword; an argument may be an `fp.Sharded`.
@@ -95,6 +97,7 @@ def compile(
             another layout; the message has the path.
         DonatedStateError: when called, if the state was given to an earlier call.
         TypingError: when called, if the program treats a value as something it is not.
+        BudgetError: when called, if the predicted peak of a memory is above its budget.
         BackendError: when called, if the backend lacks something on this machine.
         ValueError: for an unknown backend, or a `state` that is no index; when called, if `without` names a pass that
             does not exist.
@@ -117,7 +120,9 @@ def compile(
             "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
             + ("; fp.functional(module) makes a function that a plan takes" if isinstance(f, nn.Module) else "")
         )
-    options = Options(bucket=bucket, without=pass_names(without), backend=backend, donate=state is not None)
+    options = Options(
+        bucket=bucket, without=pass_names(without), backend=backend, donate=state is not None, memory=memory
+    )
     specs = None if isinstance(f, LocalFunction) else (in_specs, out_specs)
     return Compiled(f, mesh, specs, name or _name(f), options, state)
 

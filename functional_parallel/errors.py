@@ -26,6 +26,10 @@ class MemoryLayoutError(TracingError):
     """Raised for an op with a result that depends on strides or memory, which may differ between program and eager."""
 
 
+class MemoriesError(Error, ValueError):
+    """Raised for an op with operands in different memories, or for a memory that does not exist."""
+
+
 class SideEffectError(Error, ValueError):
     """Raised for a side effect that a compiled function would ignore, such as a hook or a change after `fp.prepare`."""
 

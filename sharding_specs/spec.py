@@ -54,7 +54,7 @@ class P:
         padded: size of each sharded dim that its axes may not divide. Each axis, outermost first, splits a block into
             equal parts, and pads the last ones with zeros. For storage layouts, as `P("data", padded={0: 5})`.
         storage: how a rank keeps its shard at rest, by field and word, as in `P("data", memory="host")`. They are those
-            of `register_storage`.
+            of `register_storage`, and memory="device", the default.
 
     Raises:
         SpecError: when an axis is used twice, a padded dim is not sharded, or a storage is not registered.
@@ -77,7 +77,7 @@ class P:
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
         self.owner = dict(sorted(owner.items())) if owner else {}
         self.padded = dict(sorted(padded.items())) if padded else {}
-        self.storage = dict(sorted(storage.items())) if storage else {}
+        self.storage = _storage(storage) if storage else {}
         used = [*self._axes(), *self.unreduced, *self.reduced, *self.owner]
         if len(set(used)) < len(used):
             twice = min(axis for axis in used if used.count(axis) > 1)
@@ -85,7 +85,7 @@ class P:
         for dim in self.padded:
             if dim >= len(self._dims) or not self._dims[dim] or not all(isinstance(f, str) for f in self._dims[dim]):
                 raise SpecError(f"{self!r} pads dim {dim}, which no axis splits, or only an inner factor of it")
-        if storage:
+        if self.storage:
             storages_of(self.storage, self)  # raises if one is not registered
 
     @classmethod
@@ -179,6 +179,15 @@ class P:
             found[axis], length = length, -(-length // mesh.axis_size(axis))
         return found
 
+    @property
+    def memory(self) -> str:
+        """Memory that a shard is in.
+
+        >>> P("data", memory="device").memory
+        'device'
+        """
+        return self.storage.get("memory", "device")
+
     # --- deriving ---
 
     def replace(self, dims: Iterable[Dim] | None = None, **fields: Any) -> P:
@@ -197,16 +206,23 @@ class P:
         """Return the spec of the fetched shards, without storage."""
         return self.replace(storage={}) if self.storage else self
 
-    def store(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a shard as a rank keeps it at rest."""
-        for each in storages_of(self.storage, self):
-            x = each.store(x)
+    def entered(self) -> P:
+        """Return the spec of the shards inside a program, with only those storages that stay there."""
+        pairs = zip(self.storage.items(), storages_of(self.storage, self), strict=True)
+        return self.replace(storage=dict(each for each, kept in pairs if kept.inside)) if self.storage else self
+
+    def store(self, x: torch.Tensor, since: P | None = None) -> torch.Tensor:
+        """Return a shard as a rank keeps it at rest. `since` is a spec with the storages that it already has."""
+        held = {} if since is None else since.storage
+        for field, each in zip(self.storage, storages_of(self.storage, self), strict=True):
+            x = x if field in held else each.store(x)
         return x
 
-    def fetch(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the shard that a rank keeps at rest. The inverse of `store`."""
-        for each in reversed(storages_of(self.storage, self)):
-            x = each.fetch(x)
+    def fetch(self, x: torch.Tensor, until: P | None = None) -> torch.Tensor:
+        """Return the shard that a rank keeps at rest. The inverse of `store`. `until` has the storages that stay."""
+        kept = {} if until is None else until.storage
+        for field, each in reversed([*zip(self.storage, storages_of(self.storage, self), strict=True)]):
+            x = x if field in kept else each.fetch(x)
         return x
 
     def only(self, axes: Iterable[str]) -> P:
@@ -255,8 +271,8 @@ class P:
         return self.only(self.named_axes - set(axes))
 
     def dual(self) -> P:
-        """Return the spec of the gradient: `unreduced` and `reduced` are swapped, and it is not stored."""
-        return self.replace(unreduced=self.reduced, reduced=self.unreduced, storage={})
+        """Return the spec of the gradient in a program: `unreduced` and `reduced` are swapped."""
+        return self.replace(unreduced=self.reduced, reduced=self.unreduced, storage=self.entered().storage)
 
     # --- as a value ---
 
@@ -315,6 +331,10 @@ def as_spec(spec: P | str | None) -> P:
     if isinstance(spec, str):
         return P.parse(spec)
     raise SpecError(f"a sharding spec is a P(…), a string like 'vocab/tensor embed', or None; not {spec!r}")
+
+
+def _storage(words: Mapping[str, str]) -> dict[str, str]:
+    return dict(sorted(each for each in words.items() if each != ("memory", "device")))
 
 
 def _factors(dim: Dim) -> tuple[Factor, ...]:

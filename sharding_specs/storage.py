@@ -1,7 +1,8 @@
 """Storage of shards at rest, a further field of a spec: `P("data", memory="host")`.
 
 A rank keeps its shard of such a value in another form or another memory, by two functions of a shard. Ops and
-collectives take fetched shards, so a program fetches its arguments first and stores its results last.
+collectives take fetched shards, so a program fetches its arguments first and stores its results last. A storage that is
+`inside` programs, such as a memory, stays there until the layout changes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from .errors import SpecError
 class Storage(NamedTuple):
     store: Callable[[torch.Tensor], torch.Tensor]
     fetch: Callable[[torch.Tensor], torch.Tensor]
+    inside: bool
 
 
 _STORAGES: dict[tuple[str, str], Storage] = {}
 
 
 def register_storage(
-    field: str, word: str, store: Callable[[torch.Tensor], torch.Tensor], fetch: Callable[[torch.Tensor], torch.Tensor]
+    field: str,
+    word: str,
+    store: Callable[[torch.Tensor], torch.Tensor],
+    fetch: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    inside: bool = False,
 ) -> None:
     """Register how a rank keeps its shard of a value with the spec `P(…, field=word)`.
 
@@ -40,8 +47,9 @@ def register_storage(
         store: returns the stored shard of a shard, with its shape and dtype. It is differentiable, and a trace can
             record it, as one or more ops.
         fetch: the inverse of `store`.
+        inside: whether programs take and return stored shards, which a change of layout fetches.
     """
-    _STORAGES[field, word] = Storage(store, fetch)
+    _STORAGES[field, word] = Storage(store, fetch, inside)
 
 
 def storages_of(storage: Mapping[str, str], where: object) -> list[Storage]:

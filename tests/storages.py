@@ -9,8 +9,8 @@ from sharding_specs import register_storage
 
 register_storage("form", "negative", torch.neg, torch.neg)
 register_storage("form", "copied", torch.clone, torch.clone)
-register_storage("memory", "double", lambda x: x * 2, lambda x: x / 2)
+register_storage("range", "double", lambda x: x * 2, lambda x: x / 2)
 
 STORAGES = st.fixed_dictionaries(
-    {}, optional={"form": st.sampled_from(["negative", "copied"]), "memory": st.just("double")}
+    {}, optional={"form": st.sampled_from(["negative", "copied"]), "range": st.just("double")}
 )

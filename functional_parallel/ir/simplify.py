@@ -15,6 +15,7 @@ from torch.fx.node import Argument, Target
 
 from .graph import Traced, reached
 from .info import info
+from .stand_ins import stays_apart
 from .views import RESHAPES, VIEWS
 
 aten = torch.ops.aten
@@ -92,7 +93,8 @@ _NEUTRAL: dict[Target, int] = {
 
 def _key(node: fx.Node) -> Hashable | None:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+    is_random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    if is_random or stays_apart(target):
         return None
     try:
         key = (target, frozen(node.args), frozen(node.kwargs), info(node).no_grad)

@@ -15,19 +15,34 @@ from torch.fx.node import Target
 _library = torch.library.Library("fp", "FRAGMENT")
 _functions: dict[Target, Callable[..., Any]] = {}
 _origins: dict[Target, Target] = {}
+_APART: set[Target] = set()  # ops of which no call replaces another
 
 
 def define_op(
-    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], form: Callable[..., Any], *tags: torch.Tag
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    form: Callable[..., Any],
+    *tags: torch.Tag,
+    merges: bool = True,
 ) -> Any:
-    """Define a library op and return it. `fake` returns tensors of its shapes; `form` is its differentiable form."""
+    """Define a library op and return it. `fake` returns tensors of its shapes; `form` is its differentiable form.
+
+    If it `merges`, two calls on equal arguments may become one.
+    """
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp::{name}", fake, lib=_library)
     op = getattr(torch.ops.fp, name).default
     register_differentiable(op, form)
+    if not merges:
+        _APART.add(op)
     return op
+
+
+def stays_apart(op: Target) -> bool:
+    return op in _APART
 
 
 def register_differentiable(op: Target, function: Callable[..., Any]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import optree
@@ -18,10 +18,10 @@ from ..collectives import State, Type, bind
 from ..errors import BackendError, LayoutError, OutSpecError
 from ..functions import Applied, LocalFunction, PyTree, Resolved, SpecTree, as_local_function, filled, specs_per_leaf
 from ..ir import Traced, forget_rewrites, hollow, info, refuse_abstract, update_info, without_repeats
-from ..ops import refuse_idle
+from ..ops import memory_now, refuse_idle, to_memory
 from ..passes import REPEATS, Options, Settings, microbatch_splits, shard_aval
-from ..pipelines import PipelineProgram, pipeline_of
-from ..program import Program, RoleFinder, Watch, keep_phases, require_capturable
+from ..pipelines import PipelineMemory, PipelineProgram, pipeline_of
+from ..program import Program, RoleFinder, Watch, keep_phases, memories_of, require_capturable
 from ..requests import owners_of, requested_passes
 from ..tracing import (
     Assumption,
@@ -130,6 +130,10 @@ def lower(
     rewritten.requests = tuple(map(str, step.applied.requests))
     for part in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
         forget_rewrites(part.traced.graph)
+    if options.memory is not None:
+        used = rewritten.memory()
+        for rank in used.ranks if isinstance(used, PipelineMemory) else [used]:
+            options.memory.require(rank)
     if isinstance(rewritten, Program) and rewritten.is_captured:
         require_capturable(name, rewritten.traced)
     return step.lowered(rewritten)
@@ -202,6 +206,7 @@ def _trace_step(
     _mark_inputs(traced, flat, paths, options.donate)
     flat.roles.record(traced)
     keep_phases(traced)
+    memories_of(traced)  # refuses operands in two memories
     shapes = optree.tree_map(hollow, args)
     program = Program(
         traced,
@@ -212,7 +217,7 @@ def _trace_step(
         out_paths=flat.out_paths,
         name=name,
         backend=options.backend,
-        lowering=functools.partial(lower, f, mesh, shapes, specs, name=name, options=options, paths=paths),
+        lowering=partial(lower, f, mesh, shapes, specs, name=name, options=options, paths=paths),
     )
     if out_specs is not UNCHECKED:
         _check_results(program, types, applied.axes if isinstance(specs, Resolved) else wide.axis_names)
@@ -244,7 +249,8 @@ class _Flat:
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         record_input_specs(self.in_specs)
-        inputs = [self.roles.moved(spec.fetch, value) for value, spec in zip(values, self.in_specs, strict=True)]
+        entered = zip(values, self.in_specs, strict=True)
+        inputs = [self.roles.moved(partial(spec.fetch, until=spec.entered()), value) for value, spec in entered]
         result, specs = self._f.run(self._resolved, *filled(self._leaves, self._chosen, inputs, self._tree))
         check_static_leaves(result, f"{self._name}, results")
         specs = specs if self._out_specs is None else self._out_specs
@@ -257,7 +263,17 @@ class _Flat:
         self.out_paths = _of(kept, tree_paths(result))
         held = {(id(x), spec): value for x, spec, value in zip(inputs, self.in_specs, values, strict=True)}
         outputs = zip(_of(kept, leaves), self.out_specs, strict=True)
-        return [held[id(x), spec] if (id(x), spec) in held else self.roles.moved(spec.store, x) for x, spec in outputs]
+        return [
+            held[id(x), spec] if (id(x), spec) in held else self.roles.moved(partial(_returned, spec), x)
+            for x, spec in outputs
+        ]
+
+
+def _returned(spec: P, x: torch.Tensor) -> torch.Tensor:
+    """Return a result as its spec says that it is stored, in the memory of its spec."""
+    if (memory_now(x) or spec.memory) != spec.memory:
+        x = to_memory(x, spec.memory)
+    return spec.store(x, since=spec.entered())
 
 
 def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:

@@ -16,7 +16,7 @@ from sharding_specs.blocks import inside, nested
 from ..checker import DECLARED
 from ..collectives import mesh_axis_size
 from ..ir import the_call
-from ..ops import CONSTRAIN, OUTPUTS
+from ..ops import CONSTRAIN, OUTPUTS, TO_MEMORY
 from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, ndim_of, rule, whole_along
 
 ops = torch.ops.fp
@@ -44,7 +44,7 @@ def _decide_scatter(step: OpContext) -> OpSharding:
 
 
 _ELEMENTWISE = (ops.psum, ops.pcast, ops.ppermute, ops.pbroadcast, ops.broadcast, ops.reduce)
-rule([*(op.default for op in _ELEMENTWISE), DECLARED, OUTPUTS], Rule("~... -> ..."))
+rule([*(op.default for op in _ELEMENTWISE), DECLARED, OUTPUTS, TO_MEMORY], Rule("~... -> ..."))
 rule([ops.pmax.default, ops.pmin.default], Rule("... -> ..."))
 rule([ops.all_gather.default, ops.gather.default], Rule(decide=_decide_gather))
 rule([ops.psum_scatter.default, ops.pscatter.default, ops.scatter.default], Rule(decide=_decide_scatter))

@@ -11,21 +11,10 @@ from typing import ClassVar
 from torch import fx
 
 from ..errors import BudgetError
-from ..program import Memory, readable_bytes
+from ..program import WAYS_OUT, MemoryUse, readable_bytes
 from .program_pass import Phase, ProgramPass, Unit
 from .recompute import insert_recompute
 from .remat_options import RematLadder, RematOption
-
-_WAYS_OUT = {
-    "parameters": "fp.zero(3, axis) or fp.tensor_parallel, which split parameters",
-    "optimizer state": "fp.zero(1, axis), which splits the optimizer's state",
-    "other inputs": "a smaller batch",
-    "gathered": "fp.zero(3, axis, prefetch=0), which gathers fewer layers ahead",
-    "gradients": "fp.zero(2, axis), which splits gradients",
-    "residuals": "fp.accumulate(n), for smaller microbatches",
-    "temporaries": "fp.accumulate(n), for smaller microbatches",
-    "messages": "more microbatches in fp.pipeline, which are smaller",
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,7 @@ class RematToBudget(ProgramPass):
         ladders = ladders or [list(ladder.rungs())]
 
         @functools.cache
-        def memories(places: tuple[int, ...]) -> tuple[Memory, ...]:
+        def memories(places: tuple[int, ...]) -> tuple[MemoryUse, ...]:
             trial, copies = unit.program.copy()
             insert_recompute(trial.traced, {copies[node] for node in _dropped(_taken(ladders, places))})
             trial.traced.seal()
@@ -71,7 +60,7 @@ class RematToBudget(ProgramPass):
         return _note(self, plain.memories, found, taken)
 
     def _reached(
-        self, ladders: list[list[RematOption]], memories: Callable[[tuple[int, ...]], tuple[Memory, ...]]
+        self, ladders: list[list[RematOption]], memories: Callable[[tuple[int, ...]], tuple[MemoryUse, ...]]
     ) -> tuple[int, ...]:
         """Return the index of the rung to use, for each rank.
 
@@ -103,7 +92,7 @@ class RematToBudget(ProgramPass):
         return f"remat(budget={self.budget})"
 
 
-def _peak(memories: Sequence[Memory]) -> int:
+def _peak(memories: Sequence[MemoryUse]) -> int:
     return max(memory.peak for memory in memories)
 
 
@@ -115,7 +104,9 @@ def _dropped(rungs: list[RematOption]) -> set[fx.Node]:
     return {node for rung in rungs for node in rung.adds}
 
 
-def _note(remat: RematToBudget, plain: Sequence[Memory], chosen: Sequence[Memory], rungs: list[RematOption]) -> str:
+def _note(
+    remat: RematToBudget, plain: Sequence[MemoryUse], chosen: Sequence[MemoryUse], rungs: list[RematOption]
+) -> str:
     levels = {rung.layer: rung.what for rung in rungs}  # the last rung of each layer
     counts = Counter(levels.values())
     parts = ", ".join(f"{what} of {count} {'layer' if count == 1 else 'layers'}" for what, count in counts.items())
@@ -125,11 +116,11 @@ def _note(remat: RematToBudget, plain: Sequence[Memory], chosen: Sequence[Memory
     )
 
 
-def _unreachable(remat: RematToBudget, plain: Sequence[Memory], memories: Sequence[Memory]) -> str:
+def _unreachable(remat: RematToBudget, plain: Sequence[MemoryUse], memories: Sequence[MemoryUse]) -> str:
     lowest = max(memories, key=lambda memory: memory.peak)
     alive = {kind: size for kind, size in lowest.alive.items() if size}
     kinds = sorted(alive, key=lambda kind: -alive[kind])
-    ways = dict.fromkeys(_WAYS_OUT[kind] for kind in kinds[:3])
+    ways = dict.fromkeys(WAYS_OUT[kind] for kind in kinds[:3])
     rank = f"rank {memories.index(lowest)} of the pipeline" if len(memories) > 1 else "a rank"
     return (
         f"{remat}: the lowest peak that recomputation reaches is {lowest.peak} bytes ({readable_bytes(lowest.peak)}) "

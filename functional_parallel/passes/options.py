@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from ..program import Memory
+
 REPEATS = "repeats"  # no pass: the staging of repeated layers once. It is switched off like a pass
 
 
@@ -17,6 +19,7 @@ class Options:
     backend: str = "eager"  # executor of the ops between collectives: "eager" or "inductor"
     donate: bool = False  # whether the program may write into the memory of the state
     reduction: str = "fast"  # "fast" for sums in any order, "ordered" for sums in rank order
+    memory: Memory | None = None  # refuses a program whose predicted peak is above it
 
 
 def pass_names(without: str | Collection[str]) -> frozenset[str]:

@@ -14,7 +14,7 @@ from sharding_specs import Mesh
 
 from ..collectives import DimSplit
 from ..ir import Aval, Traced
-from ..program import Memory, Program, Watch
+from ..program import MemoryUse, Program, Watch
 from .options import Options
 
 
@@ -62,7 +62,7 @@ class Settings:
 class Completed(NamedTuple):
     """Result of a trial: the memory of the program, or of each rank of a pipeline and the values that it saves."""
 
-    memories: tuple[Memory, ...]
+    memories: tuple[MemoryUse, ...]
     saved: tuple[Collection[fx.Node], ...] = ()
     in_flight: tuple[int, ...] = ()  # number of microbatches whose values a rank saves at the same time
     sent: Collection[fx.Node] = ()  # values that a stage sends to the next one

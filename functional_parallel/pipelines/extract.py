@@ -12,7 +12,7 @@ from sharding_specs import Mesh, P
 
 from ..collectives import Type
 from ..ir import NodeInfo, Traced, axes_of_nodes, info, operands_of, reached, set_info, update_info
-from ..program import Program
+from ..program import Program, memories_of
 
 Chosen: TypeAlias = tuple[list[fx.Node], list[fx.Node]]  # ops of a program and its inputs, in the order of the graph
 
@@ -41,6 +41,7 @@ class Extractor:
         self._specs: dict[frozenset[str], P] = {}
         self._types: dict[Type, Type] = {}
         self._infos: dict[fx.Node, NodeInfo] = {}
+        self.memories = memories_of(traced)
 
     def spec(self, node: fx.Node) -> P:
         """Return a spec that states only the axes along which a value differs."""
@@ -138,5 +139,7 @@ class Extractor:
 
     def with_info_of(self, value: fx.Node, new: fx.Node) -> fx.Node:
         """Record for a node outside the full graph the facts about a value that are valid there. Return the node."""
-        set_info(new, self.info_of(value))
+        known, memory = self.info_of(value), self.memories[value]
+        is_known = value.op == "placeholder" or memory == "device"
+        set_info(new, known if is_known else known._replace(spec=P(memory=memory)))
         return new

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..program import MEMORY_KINDS, Memory, columns, draw, extra_memory, readable_bytes
+from ..program import MEMORY_KINDS, MemoryUse, columns, draw, extra_memory, readable_bytes
 
 PIPELINE_KINDS = (*MEMORY_KINDS, "messages")
 
@@ -24,10 +24,10 @@ class PipelineMemory:
 
     name: str
     axis: str
-    ranks: tuple[Memory, ...]
+    ranks: tuple[MemoryUse, ...]
 
     @property
-    def fullest(self) -> Memory:
+    def fullest(self) -> MemoryUse:
         """Memory of the rank with the highest peak; of several, the first."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
@@ -35,6 +35,12 @@ class PipelineMemory:
     def peak(self) -> int:
         """Maximum of live bytes on any rank."""
         return self.fullest.peak
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Maximum of live bytes on any rank, of each memory that the program uses."""
+        names = dict.fromkeys(name for rank in self.ranks for name in rank.peaks)
+        return {name: max(rank.peaks.get(name, 0) for rank in self.ranks) for name in names}
 
     @property
     def shared(self) -> int:
@@ -70,7 +76,8 @@ class PipelineMemory:
         lines += [said] if (said := extra_memory.current().note(self.shared)) else []
         lines += [f"the largest on rank {number}, {fullest.ops[fullest.at]}"]
         lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}".rstrip() for size, what, where in self.largest]
-        return "\n".join(lines)
+        others = [f"memory {name!r}: at most {readable_bytes(peak)}" for name, peak in [*self.peaks.items()][1:]]
+        return "\n".join([*lines, *others])
 
     def plot(self, path: str | Path) -> None:
         """Draw the curves of all ranks. Needs matplotlib."""

@@ -16,7 +16,10 @@ from .explain import Explanation, columns, parse_bytes, readable_bytes
 from .extra_memory import ExtraMemory
 from .hardware import HARDWARE, Hardware, Line, hardware_of
 from .host import HostOp, require_capturable
-from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, kind_of_input, memory_of
+from .memories import memories_of
+from .memory import MEMORY_KINDS, MemoryUse, Storage, StorageTable, draw, kind_of_input, memory_of
+from .memory_budget import WAYS_OUT, Memory
+from .moves import Move, bytes_of_moves, moves_of
 from .overlap import is_started, one_scatter_at_a_time, overlapped
 from .pass_table import PassTable, Watch
 from .price import Item, Price, price_of

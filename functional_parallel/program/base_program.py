@@ -12,6 +12,7 @@ from sharding_specs import Mesh, P
 
 from .explain import Explanation, explain
 from .host import HostOp
+from .moves import Move, bytes_of_moves
 from .pass_table import PassRecorder, PassTable
 from .traffic import Collective, bytes_of, counts_of
 
@@ -37,6 +38,10 @@ class BaseProgram(abc.ABC):
     @abc.abstractmethod
     def collectives(self, *, casts: bool = False) -> list[Collective]:
         """Return the collectives that send data; with `casts`, also the primitives that do not."""
+
+    @abc.abstractmethod
+    def moves(self) -> list[Move]:
+        """Return the moves between memories, in order; for a pipeline those of all its ranks."""
 
     @abc.abstractmethod
     def lines(self) -> list[str]:
@@ -74,12 +79,25 @@ class BaseProgram(abc.ABC):
         """Return the bytes that one rank sends, per kind and axes; for a pipeline the sum over its ranks."""
         return bytes_of(self.collectives())
 
+    def bytes_moved(self) -> dict[tuple[str, str], int]:
+        """Return the bytes that move between memories, by source and target; for a pipeline the sum over its ranks.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh, P
+        >>> f = fp.compile(lambda x: fp.to_memory(x, "host"), Mesh(), in_specs=P(), out_specs=P(memory="host"))
+        >>> f.lower(torch.ones(2)).bytes_moved()
+        {('device', 'host'): 8}
+        """
+        return bytes_of_moves(self.moves())
+
     def fingerprint(self) -> str:
         """Return a hash of everything that ranks must agree on."""
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Return a table of every collective (kind, axis, count, bytes, source line), or of the effect of each pass.
+
+        Moves between memories are listed after the collectives.
 
         Args:
             group: "line" for a row per source line, "axis" for one per kind, axis and phase, "pass" for one per pass.
@@ -90,7 +108,8 @@ class BaseProgram(abc.ABC):
         if group == "pass":
             return self._recorded().table(self.name, repr(self.mesh), self.notes)
         found = self.collectives(casts=casts)
-        return explain(self.name, repr(self.mesh), found, group=group, notes=self.remarks(), requests=self.requests)
+        said = {"notes": self.remarks(), "requests": self.requests}
+        return explain(self.name, repr(self.mesh), found, self.moves(), group=group, **said)
 
     def remarks(self) -> tuple[str, ...]:
         return self.notes

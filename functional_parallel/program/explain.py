@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .moves import Move
 from .traffic import Collective
 
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "parameters", "source")
+_MOVE_HEADERS = ("move", "count", "operand", "bytes", "phase", "source")
 _MOST_PATTERNS = 2
 _LONGEST = 48  # characters of a source line
 _CONVENTION = (
@@ -52,6 +54,7 @@ class Explanation:
     rows: tuple[CollectiveRow, ...]
     notes: tuple[str, ...] = field(default=())
     requests: tuple[str, ...] = field(default=())
+    moves: tuple[CollectiveRow, ...] = field(default=())  # between memories
 
     @property
     def bytes(self) -> int:
@@ -70,7 +73,8 @@ class Explanation:
             {"kind": kind, "axes": list(axes), "count": count, "bytes": size}
             for (kind, axes), (count, size) in self.totals().items()
         ]
-        return {"name": self.name, "mesh": self.mesh, "rows": rows, "totals": totals, "bytes": self.bytes}
+        found = {"name": self.name, "mesh": self.mesh, "rows": rows, "totals": totals, "bytes": self.bytes}
+        return {**found, "moves": [{**vars(row), "axes": []} for row in self.moves]} if self.moves else found
 
     def json(self, **options: Any) -> str:
         return json.dumps(self.to_dict(), **options)
@@ -80,11 +84,12 @@ class Explanation:
         notes = [f"note: {note}" for note in self.notes]
         if self.requests:
             notes += textwrap.wrap(f"requested: {'; '.join(self.requests)}", 118, subsequent_indent="  ")
+        moves = columns([_MOVE_HEADERS, *(_of_move(row) for row in self.moves)], right=(1, 3)) if self.moves else []
         if not self.rows:
-            return "\n".join([f"{title}: no communication", *notes])
+            return "\n".join([f"{title}: no communication", *moves, *notes])
         head, *body = columns(self._cells(), right=(2, 4))
         rule = "─" * min(max(map(len, (head, *body))), 120)
-        return "\n".join([title, rule, head, rule, *body, rule, *self._footer(), _CONVENTION, *notes])
+        return "\n".join([title, rule, head, rule, *body, rule, *self._footer(), _CONVENTION, *moves, *notes])
 
     def _cells(self) -> list[tuple[str, ...]]:
         cells = [_HEADERS, *(row.cells() for row in self.rows)]
@@ -106,6 +111,7 @@ def explain(
     name: str,
     mesh: str,
     found: Iterable[Collective],
+    moves: Iterable[Move] = (),
     *,
     group: str = "line",
     notes: Iterable[str] = (),
@@ -113,24 +119,33 @@ def explain(
 ) -> Explanation:
     if group not in ("line", "axis"):
         raise ValueError(f"explain(group={group!r}): it is 'line', 'axis' or 'pass'")
-    groups: dict[Any, list[Collective]] = defaultdict(list)
+    groups: dict[Any, list[Collective | Move]] = defaultdict(list)
+    of_moves: dict[Any, list[Collective | Move]] = defaultdict(list)
     for one in found:
         place = (str(one.operand), one.source) if group == "line" else ()
         groups[one.kind, one.axes, one.phase, place].append(one)
-    return Explanation(
-        name, mesh, tuple(_row(members, group) for members in groups.values()), tuple(notes), tuple(requests)
-    )
+    for move in moves:
+        place = (str(move.operand), move.line) if group == "line" else ()
+        of_moves[move.kind, move.phase, place].append(move)
+    rows, moved = (tuple(_row(members, group) for members in each.values()) for each in (groups, of_moves))
+    return Explanation(name, mesh, rows, tuple(notes), tuple(requests), moved)
 
 
-def _row(members: list[Collective], group: str) -> CollectiveRow:
+def _of_move(row: CollectiveRow) -> tuple[str, ...]:
+    where = f"{row.source}  {row.text}".rstrip()
+    return row.kind, str(row.count), row.operand, readable_bytes(row.bytes), row.phase, where
+
+
+def _row(members: list[Any], group: str) -> CollectiveRow:
     first = members[0]
     operands = {str(member.operand) for member in members}
     operand = str(first.operand) if len(operands) == 1 else "various"
-    where, text = (str(first.source), first.source.text) if group == "line" and first.source is not None else ("", "")
+    line, axes = (first.line, ()) if isinstance(first, Move) else (first.source, first.axes)
+    where, text = (str(line), line.text) if group == "line" and line is not None else ("", "")
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
     size = sum(member.bytes for member in members)
     parameters = tuple(dict.fromkeys(path for member in members for path in member.parameters))
-    return CollectiveRow(first.kind, first.axes, len(members), operand, size, first.phase, where, text, parameters)
+    return CollectiveRow(first.kind, axes, len(members), operand, size, first.phase, where, text, parameters)
 
 
 def readable_bytes(count: int) -> str:

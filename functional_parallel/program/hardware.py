@@ -66,6 +66,8 @@ class Hardware:
         ring: whether collectives take n − 1 rounds, as plain rings do.
         both_ways: fraction of a link's rate that each direction reaches while both carry data. Through the memory of
             the host it can be far below 1. Broadcasts, scatters, gathers and reductions to one rank use one direction.
+        host: a move between the memories of a rank and its host, while all ranks of the host move.
+        host_bandwidth: bytes per second of the host's memory for the ops of a rank, while all ranks compute there.
     """
 
     name: str
@@ -82,9 +84,19 @@ class Hardware:
     links_share: float = 0.8
     ring: bool = False
     both_ways: float = 1.0
+    host: Line = Line(10e-6, 1 / 25e9)
+    host_bandwidth: float = 50e9
 
     def __post_init__(self) -> None:
-        names = ("bandwidth", "ranks_per_host", "flops_share", "bandwidth_share", "links_share", "both_ways")
+        names = (
+            "bandwidth",
+            "host_bandwidth",
+            "ranks_per_host",
+            "flops_share",
+            "bandwidth_share",
+            "links_share",
+            "both_ways",
+        )
         rates = {name: getattr(self, name) for name in names} | {str(dtype): rate for dtype, rate in self.flops.items()}
         wrong = [f"{name}={value!r}" for name, value in rates.items() if not value > 0]
         if wrong or not self.flops:
@@ -110,6 +122,10 @@ class Hardware:
         """Seconds of an op: the longer of its products and its memory traffic (Williams et al., CACM 52, 2009)."""
         products = flops / (self.rate(dtype) * self.flops_share)
         return self.launch + max(products, moved / (self.bandwidth * self.bandwidth_share))
+
+    def on_host(self, moved: int) -> float:
+        """Seconds of an op in the host's memory, which is an elementwise one as those of an update."""
+        return self.launch + moved / (self.host_bandwidth * self.bandwidth_share)
 
     def collective(self, one: Collective, mesh: Mesh) -> float:
         """Seconds of a collective of a program on a mesh, if nothing else is in flight."""
@@ -195,20 +211,24 @@ def hardware_of(hardware: Hardware | str) -> Hardware:
 
 
 # Peaks without sparsity from NVIDIA's data sheets (SXM). Float32 products run as in torch, without TF32. Links count
-# one direction: NVLink of a rank, and its share of a DGX's InfiniBand. Latencies per round are NCCL's
-# (src/graph/tuning.cc: "simple", NVLink 3.4 µs and network 14 µs).
+# one direction: NVLink of a rank, its share of a DGX's InfiniBand, and a PCIe slot with 16 lanes. Latencies per round
+# are NCCL's (src/graph/tuning.cc: "simple", NVLink 3.4 µs and network 14 µs).
 _NVLINK, _NETWORK = 3.4e-6, 14e-6
+# a rank's eighth of the memory bandwidth of a DGX's two processors
+_MAIN = {"h100": 77e9, "a100": 51e9, "v100": 32e9}
 
 
 def _dgx(
-    name: str, rates: tuple[float, ...], bandwidth: float, capacity: int, nvlink: float, network: float
+    name: str, rates: tuple[float, ...], bandwidth: float, capacity: int, nvlink: float, network: float, host: float
 ) -> Hardware:
     flops = dict(zip((torch.float64, torch.float32, torch.float16, torch.bfloat16), rates, strict=False))
-    return Hardware(name, flops, bandwidth, capacity, 8, Line(_NVLINK, 1 / nvlink), Line(_NETWORK, 1 / network))
+    links = Line(_NVLINK, 1 / nvlink), Line(_NETWORK, 1 / network)
+    pcie, main = Line(10e-6, 1 / host), _MAIN[name]
+    return Hardware(name, flops, bandwidth, capacity, 8, *links, host=pcie, host_bandwidth=main)
 
 
 HARDWARE = {
-    "h100": _dgx("h100", (67e12, 67e12, 989e12, 989e12), 3.35e12, 80 * 10**9, 450e9, 50e9),
-    "a100": _dgx("a100", (19.5e12, 19.5e12, 312e12, 312e12), 2.039e12, 80 * 10**9, 300e9, 25e9),
-    "v100": _dgx("v100", (7.8e12, 15.7e12, 125e12), 0.9e12, 32 * 10**9, 150e9, 6.25e9),
+    "h100": _dgx("h100", (67e12, 67e12, 989e12, 989e12), 3.35e12, 80 * 10**9, 450e9, 50e9, 64e9),
+    "a100": _dgx("a100", (19.5e12, 19.5e12, 312e12, 312e12), 2.039e12, 80 * 10**9, 300e9, 25e9, 32e9),
+    "v100": _dgx("v100", (7.8e12, 15.7e12, 125e12), 0.9e12, 32 * 10**9, 150e9, 6.25e9, 16e9),
 }

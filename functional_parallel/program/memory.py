@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..ir import Role, Traced, info, operands_of, primitive_name, reached, resid
 from . import extra_memory
 from .aliasing import mutated_operands, view_base
 from .explain import readable_bytes
+from .memories import memories_of
 
 aten = torch.ops.aten
 
@@ -28,8 +29,8 @@ Storage = tuple[fx.Node, int]  # the op that allocates it, and the index of the 
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of live tensors on one rank over a program; print it for a table."""
+class MemoryUse:
+    """Bytes of live tensors on one rank over a program, in the memory of its device; print it for a table."""
 
     name: str
     curve: tuple[int, ...]  # bytes alive while each op runs: operands, results, and all that later ops need
@@ -38,10 +39,16 @@ class Memory:
     largest: tuple[tuple[int, str, str], ...]  # at the peak, the largest values: bytes, description, source line
     shared: int = 0  # bytes that the transport of collectives uses in addition, at most, as `extra_memory` predicts
     copied: int = 0  # bytes of `curve` for copies of inputs and results, which a CUDA graph holds between steps
+    beside: Mapping[str, MemoryUse] = field(default_factory=dict)  # of the other memories that it uses, by name
 
     @property
     def peak(self) -> int:
         return max(self.curve, default=0)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Peak of each memory that the program uses."""
+        return {"device": self.peak, **{name: each.peak for name, each in self.beside.items()}}
 
     @property
     def at(self) -> int:
@@ -49,7 +56,8 @@ class Memory:
 
     def to_dict(self) -> dict[str, Any]:
         names = ("name", "peak", "at", "shared", "copied")
-        return {name: getattr(self, name) for name in names} | {"alive": dict(self.alive), "curve": list(self.curve)}
+        found = {name: getattr(self, name) for name in names} | {"alive": dict(self.alive), "curve": list(self.curve)}
+        return found | {name: each.to_dict() for name, each in self.beside.items()}
 
     def __str__(self) -> str:
         lines = [f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, at {self.ops[self.at]}"]
@@ -58,10 +66,11 @@ class Memory:
         lines += [f"of these, {readable_bytes(self.copied)} of copies for a CUDA graph"] if self.copied else []
         lines += ["the largest of them"]
         lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}" for size, what, where in self.largest]
-        return "\n".join(lines)
+        return "\n".join([*lines, *map(str, self.beside.values())])
 
     def plot(self, path: str | Path) -> None:
-        draw(path, self.name, {"": self.curve}, self.peak, "op")
+        curves = {name: each.curve for name, each in self.beside.items()}
+        draw(path, self.name, {"device" if curves else "": self.curve, **curves}, self.peak, "op")
 
 
 def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak: int, unit: str) -> None:
@@ -81,7 +90,7 @@ def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak
     pyplot.close(figure)
 
 
-def with_copies(memory: Memory, traced: Traced) -> Memory:
+def with_copies(memory: MemoryUse, traced: Traced) -> MemoryUse:
     replaced = [info(node).updated_output for node in traced.inputs if info(node).donated]
     copied = sum(info(node).nbytes for node in traced.inputs if not info(node).donated)
     copied += sum(
@@ -93,13 +102,15 @@ def with_copies(memory: Memory, traced: Traced) -> Memory:
     return replace(memory, curve=tuple(size + copied for size in memory.curve), alive=alive, copied=copied)
 
 
-def memory_of(name: str, traced: Traced, absent: Collection[fx.Node] = ()) -> Memory:
-    return StorageTable(name, traced, absent).memory()
+def memory_of(name: str, traced: Traced, absent: Collection[fx.Node] = (), returned: Sequence[str] = ()) -> MemoryUse:
+    return StorageTable(name, traced, absent, returned).memory()
 
 
 class StorageTable:
-    def __init__(self, name: str, traced: Traced, absent: Collection[fx.Node] = ()) -> None:
-        self.name, self.traced, self.absent = name, traced, absent
+    def __init__(
+        self, name: str, traced: Traced, absent: Collection[fx.Node] = (), returned: Sequence[str] = ()
+    ) -> None:
+        self.name, self.traced, self.absent, self.returned = name, traced, absent, returned
         self.nodes = list(traced.nodes)
         self.sizes: dict[Storage, int] = {}
         self.storages: dict[fx.Node, list[Storage]] = {}  # one, or one per result of an op with several results
@@ -109,26 +120,38 @@ class StorageTable:
             elif node.op == "call_function":
                 self._place(node)
 
-    def memory(self) -> Memory:
-        curve = self.curve()
+    @functools.cached_property
+    def memories(self) -> dict[fx.Node, str]:
+        return memories_of(self.traced, self.returned)
+
+    def memory(self) -> MemoryUse:
+        names = sorted(set(self.memories.values()) - {"device"})
+        beside = {name: self._use(name, f"{self.name}, memory {name!r}") for name in names}
+        return replace(self._use("device", self.name), beside=beside)
+
+    def _use(self, memory: str, name: str) -> MemoryUse:
+        curve = self.curve(memory)
         at = curve.index(max(curve)) if curve else 0
         always, kinds = (0, len(self.nodes)), Counter[str]()
-        spans = ((storage, self.spans.get(storage, always)) for storage in self.sizes)
+        own = (storage for storage in self.sizes if self.memories[storage[0]] == memory)
+        spans = ((storage, self.spans.get(storage, always)) for storage in own)
         living = [storage for storage, (born, dies) in spans if born <= at <= dies]
         for storage in living:
             kinds[self.kind(storage)] += self.sizes[storage]
         largest = sorted(living, key=lambda storage: -self.sizes[storage])[:8]
-        return Memory(
-            self.name,
+        return MemoryUse(
+            name,
             curve,
             tuple(map(self.op, range(len(self.nodes)))),
             {kind: kinds[kind] for kind in MEMORY_KINDS},
             tuple((self.sizes[s], f"{self.kind(s)}: {self.title(s)}", self.line(s)) for s in largest),
         )
 
-    def curve(self) -> tuple[int, ...]:
-        held = sum(size for storage, size in self.sizes.items() if storage not in self.spans)
-        return tuple(held + alive for alive in self.alive(self.spans))
+    def curve(self, memory: str = "device") -> tuple[int, ...]:
+        own = {storage: size for storage, size in self.sizes.items() if self.memories[storage[0]] == memory}
+        held = sum(size for storage, size in own.items() if storage not in self.spans)
+        spans = {storage: span for storage, span in self.spans.items() if storage in own}
+        return tuple(held + alive for alive in self.alive(spans))
 
     def alive(self, spans: Mapping[Storage, tuple[int, int]]) -> list[int]:
         changes = [0] * (len(self.nodes) + 1)

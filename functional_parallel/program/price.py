@@ -12,10 +12,12 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Aval, Traced, info, operands_of, primitive_name
+from ..ir import Aval, Traced, first_operand, info, operands_of, primitive_name
+from ..ops import TO_MEMORY
 from .aliasing import readers_before_writes, view_base
 from .explain import columns, readable_bytes
 from .hardware import Hardware
+from .memories import memories_of
 from .overlap import is_started, overlapped
 from .traffic import Collective, collective_of, phases_of
 from .work import bytes_moved, flops
@@ -23,7 +25,7 @@ from .work import bytes_moved, flops
 
 @dataclass(frozen=True)
 class Item:
-    what: str  # "products", "other ops", the collective's kind, or "idle" while a pipeline waits
+    what: str  # "products", "other ops", "host ops", a move, the collective's kind, or "idle" while a pipeline waits
     axes: tuple[str, ...]  # of a collective or a send
     phase: str  # "forward", "backward" or "update"
     source: str  # the source line
@@ -32,6 +34,10 @@ class Item:
     sent: int = 0  # bytes sent to other ranks
     seconds: float = 0.0  # duration without overlap
     exposed: float = 0.0  # seconds in which the rank does nothing else
+
+    @property
+    def is_move(self) -> bool:
+        return " → " in self.what
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,13 @@ class Price:
 
     @property
     def computing(self) -> float:
-        """Seconds in which the rank computes."""
-        return sum(item.seconds for item in self.items if not item.axes and item.what != "idle")
+        """Seconds in which the rank computes, on its device or its host."""
+        return sum(item.seconds for item in self.items if not item.axes and item.what != "idle" and not item.is_move)
+
+    @property
+    def moving(self) -> float:
+        """Seconds in which values move between memories."""
+        return sum(item.seconds for item in self.items if item.is_move)
 
     @property
     def idle(self) -> float:
@@ -141,6 +152,7 @@ class Price:
             [
                 ("a step", readable_seconds(self.seconds)),
                 ("computing", readable_seconds(self.computing)),
+                *([("moving", readable_seconds(self.moving))] if self.moving else []),
                 *([("idle", readable_seconds(self.idle))] if self.idle else []),
                 ("communicating", f"{readable_seconds(self.communicating)}, {readable_seconds(hidden)} of it hidden"),
                 ("sent per rank", readable_bytes(self.sent)),
@@ -154,7 +166,7 @@ class Price:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: totals, and rows by kind."""
-        times = ("seconds", "computing", "idle", "communicating", "exposed")
+        times = ("seconds", "computing", "moving", "idle", "communicating", "exposed")
         names = ("name", *times, "sent", "memory", "flops", "utilization")
         rows = [{**vars(row), "axes": list(row.axes)} for row in self.rows()]
         mesh, hardware = self.mesh.shape, self.hardware.name
@@ -205,7 +217,7 @@ class _RankClocks:
         self.ready: dict[fx.Node, float] = {}
         self.underway: deque[tuple[int, float]] = deque()  # index of the item, and time at which it completes
         self.waited: dict[int, float] = defaultdict(float)
-        self.phases = phases_of(traced)
+        self.phases, self.memories = phases_of(traced), memories_of(traced)
         readers = readers_before_writes(traced)
         for node in overlapped(traced, readers):
             self._wait([*operands_of(node), *readers.get(node, ())])
@@ -242,10 +254,16 @@ class _RankClocks:
 
     def _compute(self, node: fx.Node) -> None:
         done, nbytes, dtype = flops(node), bytes_moved(node), _dtype(node)
-        seconds = self.hardware.compute(done, nbytes, dtype)
+        what, source = "products" if done else "other ops", str(info(node).source or "")
+        if node.target is TO_MEMORY:  # the runtime waits for it
+            nbytes, what = info(node).nbytes, f"{self.memories[first_operand(node)]} → {self.memories[node]}"
+            seconds = self.hardware.host.seconds(nbytes / self.hardware.links_share)
+        elif self.memories[node] == "host":
+            seconds, done, what = self.hardware.on_host(nbytes), 0, "host ops"
+        else:
+            seconds = self.hardware.compute(done, nbytes, dtype)
         self.now += seconds
         self.flops[dtype] += done
-        what, source = "products" if done else "other ops", str(info(node).source or "")
         self.items.append(
             Item(what, (), self.phases[node], source, flops=done, moved=nbytes, seconds=seconds, exposed=seconds)
         )

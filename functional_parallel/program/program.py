@@ -15,7 +15,8 @@ from . import extra_memory
 from .base_program import BaseProgram
 from .hardware import Hardware, hardware_of
 from .host import HostOp, host_ops
-from .memory import Memory, memory_of, with_copies
+from .memory import MemoryUse, memory_of, with_copies
+from .moves import Move, moves_of
 from .price import Price, price_of
 from .traffic import Collective, collectives_of
 
@@ -48,10 +49,13 @@ class Program(BaseProgram):
         """Return the collectives that send data, in order; with `casts`, also the primitives that do not."""
         return list(collectives_of(self.traced, self.mesh, casts=casts))
 
+    def moves(self) -> list[Move]:
+        return list(moves_of(self.traced))
+
     def host_ops(self) -> list[HostOp]:
         return host_ops(self.traced)
 
-    def memory(self, rank: int | None = None) -> Memory:
+    def memory(self, rank: int | None = None) -> MemoryUse:
         """Compute the bytes of live tensors on one rank, op by op, exactly: peak, curve, and values at the peak.
 
         Ranks differ only if one of them holds what others do not, as the master of `fp.data_parallel(master=…)` does.
@@ -71,7 +75,8 @@ class Program(BaseProgram):
             ValueError: if the mesh has no such rank.
         """
         shared = extra_memory.current().of_collectives(self.collectives(), self.mesh)
-        memory = replace(memory_of(self.name, self.traced, self.absent(rank)), shared=shared)
+        returned = [spec.memory for spec in self.out_specs]
+        memory = replace(memory_of(self.name, self.traced, self.absent(rank), returned), shared=shared)
         return with_copies(memory, self.traced) if self.is_captured else memory
 
     def absent(self, rank: int | None) -> frozenset[fx.Node]:

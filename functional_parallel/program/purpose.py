@@ -8,13 +8,14 @@ import torch
 from torch import fx
 
 from ..ir import Role, Source, Traced, first_operand, info, operands_of, primitive_name, update_info
+from ..ops import TO_MEMORY
 from .aliasing import view_base
 
 aten = torch.ops.aten
 
 _MOVES = {  # beside views and collectives: ops of one operand, which is their result in another place or form
     *(aten._to_copy.default, aten.clone.default, aten.reshape.default, aten.constant_pad_nd.default),
-    *(aten._unsafe_view.default, aten.slice_backward.default, aten.select_backward.default),
+    *(aten._unsafe_view.default, aten.slice_backward.default, aten.select_backward.default, TO_MEMORY),
 }
 _JOINS = {aten.stack.default, aten.cat.default}
 

@@ -17,7 +17,7 @@ from ..lowering import Lowered
 from ..optim import Optimizer, counted_on_host, rates
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
-from ..program import Explanation, PassTable, Program
+from ..program import Explanation, Memory, PassTable, Program
 from ..requests import flat_update
 from ..runtime import Origin, check_backend, device_of, moved_to, note_step, to_device
 from ..stateful import StaticLeaf, copied, tensors, tensors_of
@@ -52,6 +52,7 @@ def train_step(
     without: Collection[str] = (),
     backend: str = "eager",
     buffers: dict[str, PyTree] | None = None,
+    memory: Memory | None = None,
 ) -> TrainStep:
     """Build a training step with gradient, clipping and optimizer, sharded by the plan.
 
@@ -92,6 +93,8 @@ def train_step(
         buffers: the first buffers, such as the running statistics of batch norms; a dict of tensors. They become a part
             of the state, replicated: `loss(params, buffers, *batch) -> (scalar, new_buffers)`, or
             `(scalar, (new_buffers, aux))` with `has_aux`. A step that a loss scale skips keeps the new ones.
+        memory: budget of each memory of a rank. A step whose predicted peak is above it is refused by a
+            `BudgetError` before it runs. By default there is none.
 
     Returns:
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
@@ -99,7 +102,9 @@ def train_step(
     check_backend(backend)
     require_arguments(loss, optimizer, mesh, plan)
     options = StepOptions(
-        bucket, pass_names(without), backend, donate, reduction, clip, seed, has_aux, batch=batch, nonfinite=nonfinite
+        *(bucket, pass_names(without), backend, donate, reduction, memory, clip, seed, has_aux),
+        batch=batch,
+        nonfinite=nonfinite,
     )
     f = plan(loss) if plan is not None else loss
     return TrainStep(f if buffers is None else with_buffers(f, buffers, mesh), optimizer, mesh, options)

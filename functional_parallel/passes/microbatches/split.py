@@ -13,6 +13,7 @@ from sharding_specs import Mesh, P, SpecError, broadcast_specs, local_shape, tre
 
 from ...collectives import DimSplit
 from ...ir import Aval
+from ...ops import device_of_memory
 from .unroll import microbatch_dim, with_dim_size
 
 
@@ -39,7 +40,8 @@ def shard_aval(leaf: torch.Tensor, spec: P, mesh: Mesh, parts: Mapping[str, DimS
     # A tensor on the meta device represents one on another device. The choice of kernels for meta tensors does not
     # matter here: attention would be decomposed.
     device = torch.get_default_device() if leaf.is_meta else leaf.device
-    aval = Aval(tuple(local_shape(tuple(leaf.shape), spec.without(uneven), mesh)), leaf.dtype, device)
+    shape = tuple(local_shape(tuple(leaf.shape), spec.without(uneven), mesh))
+    aval = Aval(shape, leaf.dtype, device_of_memory(spec.memory, device))
     for axis in uneven:
         dim = microbatch_dim(spec, axis, "an argument")
         aval = with_dim_size(aval, dim, parts[axis].local(aval.shape[dim]))

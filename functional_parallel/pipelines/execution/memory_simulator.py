@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from ...ir import Aval, info
-from ...program import Memory, Program, Storage, StorageTable, extra_memory, kind_of_input
+from ...program import MemoryUse, Program, Storage, StorageTable, extra_memory, kind_of_input
 from ...schedules import Action, Receive, Send
 from ..extract import Subprogram
 from ..pipeline_memory import PIPELINE_KINDS, PipelineMemory
@@ -21,6 +22,7 @@ from .rank_executor import RankExecutor
 from .schedule_runner import ScheduleRunner, slices_of
 
 Row = tuple[int, str, str, str]  # a storage: bytes, kind, description, source line
+MEMORIES = ("device", "host")
 
 
 def pipeline_memory(program: PipelineStructure) -> PipelineMemory:
@@ -69,6 +71,9 @@ class _Tally:
         self.curve.append(total)
         self.steps.append(step)
 
+    def use(self, name: str) -> MemoryUse:
+        return MemoryUse(name, tuple(self.curve), tuple(self.steps), self.most, self.largest)
+
 
 class _Footprint:
     def __init__(self, program: Program, kinds: Sequence[str]) -> None:
@@ -76,7 +81,7 @@ class _Footprint:
         self.left = [self.ledger.storages[output] for output in self.traced.outputs]  # one per result of the op
         self.inputs = [storage for node in self.traced.inputs for storage in self.ledger.storages[node]]
         self._kinds = {storage: kind for made, kind in zip(self.left, kinds, strict=True) for storage in made}
-        self._at: dict[frozenset[Storage], int] = {}
+        self._at: dict[tuple[str, frozenset[Storage]], int] = {}
         constants = [node for node in self.traced.graph.nodes if node.op == "get_attr"]
         self.constants = {(node, 0): self.traced.constants[node.target] for node in constants}
 
@@ -86,10 +91,11 @@ class _Footprint:
         found = self.ledger.kind(storage)
         return found if found in ("gathered", "gradients") else "temporaries"
 
-    def peak(self, given_up: Mapping[Storage, Row]) -> tuple[str, list[Row]]:
-        """Return the op with the most live bytes, and what is live there. Inputs `given_up` live to their last use."""
-        ledger, key = self.ledger, frozenset(given_up)
+    def peak(self, given_up: Mapping[Storage, Row], memory: str) -> tuple[str, list[Row]]:
+        """Return the op with the most bytes in a memory, and its values. Inputs `given_up` live to their last use."""
+        ledger, key = self.ledger, (memory, frozenset(given_up))
         spans = {**ledger.spans, **{storage: (0, ledger.last_uses.get(storage, 0)) for storage in given_up}}
+        spans = {storage: span for storage, span in spans.items() if self.memory(storage) == memory}
         if key not in self._at:
             alive = ledger.alive(spans)
             self._at[key] = alive.index(max(alive)) if alive else 0
@@ -97,6 +103,9 @@ class _Footprint:
         living = [storage for storage, (born, dies) in spans.items() if born <= at <= dies]
         rows = [given_up[storage] if storage in given_up else self.row(storage) for storage in living]
         return ledger.op(at) if ledger.nodes else "", rows
+
+    def memory(self, storage: Storage) -> str:
+        return self.ledger.memories[storage[0]]
 
     def row(self, storage: Storage) -> Row:
         ledger = self.ledger
@@ -133,7 +142,8 @@ def _kind_of_replaced(node: fx.Node | None) -> str:
 class _OneRank:
     def __init__(self, program: PipelineStructure, rank: int, footprints: Mapping[Program, _Footprint]) -> None:
         self.program, self.rank, self.footprints = program, rank, footprints
-        self.tally, self.constants = _Tally(), dict[int, SimulatedStorage]()
+        self.tallies, self.constants = {memory: _Tally() for memory in MEMORIES}, dict[int, SimulatedStorage]()
+        self.tally = self.tallies["device"]
         self.step = ""
         self.sent: list[Value] = []  # kept until the next message is sent
         self.messages: defaultdict[int, list[int]] = defaultdict(list)  # bytes of the messages to each rank
@@ -142,7 +152,7 @@ class _OneRank:
             for tensor in footprints[part].constants.values():
                 self._constant(tensor)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUse:
         program = self.program
         inputs = {node: self._input(node) for node in program.inputs if self.rank in program.holders(node)}
         self.step = f"before the pipeline, rank {self.rank}"
@@ -150,8 +160,9 @@ class _OneRank:
         own = [one for part in program.programs_of_rank(self.rank) for one in part.collectives()]
         extra = extra_memory.current()
         shared = extra.of_collectives(own, program.mesh) + sum(map(extra.of_messages, self.messages.values()))
-        name, tally = f"{program.name}, rank {self.rank} of {program.axis!r}", self.tally
-        return Memory(name, tuple(tally.curve), tuple(tally.steps), tally.most, tally.largest, shared)
+        name, (device, *others) = f"{program.name}, rank {self.rank} of {program.axis!r}", self.tallies.items()
+        beside = {memory: tally.use(f"{name}, memory {memory!r}") for memory, tally in others if tally.peak > 0}
+        return replace(device[1].use(name), shared=shared, beside=beside)
 
     def _run_step(self, inputs: dict[fx.Node, Value]) -> None:
         program, executor = self.program, ScheduleRunner(self.program, self, self._act)
@@ -171,7 +182,9 @@ class _OneRank:
 
     def _input(self, node: fx.Node) -> Value:
         size = info(node).aval.nbytes * (self.program.schedule.microbatches if node in self.program.cut_dims else 1)
-        return (SimulatedStorage(self.tally, size, kind_of_input(node), str(info(node).path or node.name)),)
+        spec = info(node).spec
+        tally = self.tally if spec is None else self.tallies[spec.memory]
+        return (SimulatedStorage(tally, size, kind_of_input(node), str(info(node).path or node.name)),)
 
     def _constant(self, tensor: torch.Tensor) -> SimulatedStorage:
         key = id(tensor)
@@ -185,12 +198,14 @@ class _OneRank:
         values.clear()
         left = list(dict.fromkeys(storage for result in found.left for storage in result))
         made = {storage: given[storage] for storage in left if storage in given}
-        op, rows = found.peak(_given_up(given, found.ledger.last_uses))
-        self.tally.note(f"{self.step}: {op}" if op else self.step, rows)
+        given_up = _given_up(given, found.ledger.last_uses)
+        for memory, tally in self.tallies.items():
+            op, rows = found.peak(given_up, memory)
+            tally.note(f"{self.step}: {op}" if op else self.step, rows)
         made |= {storage: self._constant(tensor) for storage, tensor in found.constants.items()}
         for storage in left:
             if storage not in made:
-                made[storage] = SimulatedStorage(self.tally, *found.row(storage))
+                made[storage] = SimulatedStorage(self.tallies[found.memory(storage)], *found.row(storage))
         return [tuple(made[storage] for storage in result) for result in found.left]
 
     def send(self, step: Send, values: list[Value]) -> None:

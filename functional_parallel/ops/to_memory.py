@@ -1,0 +1,173 @@
+"""`to_memory(x, memory)`: move a value to another memory, the device's or the host's.
+
+On an accelerator, the host's memory is main memory, pinned, and the device's that of the accelerator. On a CPU machine
+both are main memory, and a move is a copy, so that a program needs as much of each memory as it does elsewhere. The
+memory of a value is not stored: it follows from the specs of inputs, the moves, and the operands of each op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from sharding_specs import register_storage
+
+from .. import _torch
+from ..errors import MemoriesError
+from ..ir import define_op, info, operands_of, topological_order
+from ..tracing import recorder
+
+MEMORIES = ("device", "host")
+_CPU = torch.device("cpu")
+
+
+def to_memory(x: Tensor, memory: str) -> Tensor:
+    """Return a copy of a value in a memory: "device" or "host".
+
+    A derivative moves back: the gradient of `x` is in the memory of `x`. Sharding and results do not change.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh, P
+    >>> double = fp.compile(
+    ...     lambda x: fp.to_memory(x, "device") * 2, Mesh(), in_specs=P(memory="host"), out_specs=P()
+    ... )
+    >>> double(torch.ones(2)), double.program.memory().peaks     # x on the host; its copy and the result
+    (tensor([2., 2.]), {'device': 16, 'host': 8})
+
+    Args:
+        x: the value. An op takes operands in one memory, and numbers (0-dim tensors) of the host.
+        memory: the memory of the copy. On a machine without an accelerator, both are main memory.
+
+    Raises:
+        MemoriesError: for another memory.
+    """
+    if memory not in MEMORIES:
+        raise MemoriesError(f"to_memory(x, {memory!r}): the memories are {', '.join(map(repr, MEMORIES))}")
+    source = memory_now(x) or memory, _torch.wished_device(x.device)
+    return _move(x, memory, _memory_device(x, memory), *source)
+
+
+def _kernel(x: Tensor, memory: str, *, device: torch.device) -> Tensor:
+    if x.is_meta:  # of another rank
+        return torch.empty_like(x)
+    pinned = memory == "host" and x.device.type == "cuda"
+    new = torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=pinned)
+    return new.copy_(x)
+
+
+_Parameter = str | torch.device
+
+
+class _MoveContext(Protocol):
+    memory: str
+    device: torch.device
+    source: tuple[str, torch.device]
+
+
+@_torch.without_zeros
+class _ToMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, memory: str, device: torch.device, *_: _Parameter) -> Tensor:
+        return TO_MEMORY(x, memory, device=device)
+
+    @staticmethod
+    def setup_context(ctx: _MoveContext, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.memory, ctx.device, *source = inputs
+        ctx.source = source[0], source[1]
+
+    @staticmethod
+    def jvp(ctx: _MoveContext, tangent: Tensor, *_: None) -> Tensor:
+        return _move(tangent, ctx.memory, ctx.device, *ctx.source)
+
+    @staticmethod
+    def backward(ctx: _MoveContext, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        return _move(cotangent, *ctx.source, ctx.memory, ctx.device), None, None, None, None
+
+    @staticmethod
+    def vmap(info: _torch.VmapInfo, in_dims: _torch.InDims, x: Tensor, *rest: _Parameter) -> tuple[Tensor, int | None]:
+        return _move(x, *rest), in_dims[0]
+
+
+_move: Callable[..., Tensor] = _ToMemory.apply
+
+TO_MEMORY: Callable[..., Tensor] = define_op(
+    "to_memory(Tensor x, str memory, *, Device device) -> Tensor",
+    _kernel,
+    lambda x, memory, *, device: x.new_empty(x.shape, device=device),
+    lambda x, memory, *, device: to_memory(x, memory),
+    merges=False,  # what the update fetches is not kept from the forward
+)
+
+
+# --- The memory of a value ---
+
+
+def memory_now(x: Tensor) -> str | None:
+    """Return the memory of a value while it is recorded. None if it could be in any: it is computed from nothing."""
+    active: Any = recorder()
+    plain, node = _torch.unwrap(x), None
+    while active is not None and (node := active.value(plain)) is None:
+        active = active.outer
+    if active is None or node is None:
+        return "device" if _is_elsewhere(plain.device) or not _is_elsewhere(_device_now()) else "host"
+    known: dict[fx.Node, str | None] = active.notes.setdefault(memory_now, {})
+    for each in topological_order(node, operands_of, known):
+        known[each] = memory_after(each, known.__getitem__)
+    return known[node]
+
+
+def memory_after(node: fx.Node, memory: Callable[[fx.Node], str | None]) -> str | None:
+    """Return the memory of the result of an op, from those of its operands, or that of an input or a constant."""
+    if node.target is TO_MEMORY:
+        return str(node.args[1])
+    if node.op == "placeholder":
+        spec = info(node).spec
+        return "device" if spec is None else spec.memory
+    found = [memory(each) for each in operands_of(node)]
+    return next(_by_weight(node, found), None)
+
+
+def _by_weight(node: fx.Node, memories: Iterable[str | None]) -> Iterator[str]:
+    """Yield the memories of operands, those of tensors with dims first, and of numbers the device's first."""
+    known = [(memory, each) for memory, each in zip(memories, operands_of(node), strict=True) if memory is not None]
+    yield from (memory for memory, each in known if not is_number(each))
+    yield from sorted(memory for memory, _ in known)
+
+
+def is_number(node: fx.Node) -> bool:
+    return all(each is None or not each.ndim for each in info(node).results)
+
+
+def device_of_memory(memory: str, device: torch.device) -> torch.device:
+    """Return where a memory of a program for `device` is."""
+    return device if memory == "device" else _CPU
+
+
+def _memory_device(x: Tensor, memory: str) -> torch.device:
+    device = _torch.wished_device(x.device)
+    return _CPU if memory == "host" else device if _is_elsewhere(device) else _device_now()
+
+
+def _device_now() -> torch.device:
+    """Return the device of the outermost trace, that of its first input that is not in main memory."""
+    active: Any = recorder()
+    if active is None:
+        return torch.get_default_device()
+    while active.outer is not None:
+        active = active.outer
+    devices = (info(node).aval.device for node in active.traced.inputs)
+    return next(filter(_is_elsewhere, devices), _CPU)
+
+
+def _is_elsewhere(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _moved(memory: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: to_memory(x, memory)
+
+
+register_storage("memory", "host", _moved("host"), _moved("device"), inside=True)
