@@ -10,4 +10,13 @@ from .outputs import OP as OUTPUTS
 from .outputs import outputs
 from .packing import PACK, SLICE_SCATTER_IN_PLACE, UNPACK, UNPACK_INTO, packed, run_of, unpacked
 from .squares import sum_of_squares
-from .to_memory import MEMORIES, TO_MEMORY, device_of_memory, is_number, memory_after, memory_now, to_memory
+from .to_memory import (
+    MEMORIES,
+    TO_MEMORY,
+    NumberBeside,
+    device_of_memory,
+    is_number,
+    memory_after,
+    memory_now,
+    to_memory,
+)

@@ -119,6 +119,21 @@ def memory_now(x: Tensor) -> str | None:
     return known[node]
 
 
+class NumberBeside:
+    """A number (0-dim tensor), in the memory of each value that it meets. It moves once to each."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._known = {memory_now(number) or "device": number}
+
+    def __call__(self, like: Tensor) -> Tensor:
+        """Return the number as an op on `like` takes it. The device reads numbers of the host."""
+        memory = memory_now(like) or "device"
+        first = next(iter(self._known.values()))
+        if memory not in self._known:
+            self._known[memory] = first if memory == "device" else to_memory(first, memory)
+        return self._known[memory]
+
+
 def memory_after(node: fx.Node, memory: Callable[[fx.Node], str | None]) -> str | None:
     """Return the memory of the result of an op, from those of its operands, or that of an input or a constant."""
     if node.target is TO_MEMORY:

@@ -3,6 +3,7 @@
 from .buffers import Buffers, BufferState
 from .data_axis import DataAxis, Master, Microbatches, Replicas, ReplicaState, owners_of
 from .loss_scaling import LossScale, LossScaleState, ScaledState, ScaleLoss
+from .offloaded_state import OffloadedState
 from .order import Order
 from .run_pass import RunPass, requested_passes
 from .state_request import (

@@ -15,6 +15,7 @@ import torch
 from ..errors import LossScaleError
 from ..functions import Applied, PyTree
 from ..ir import scalar_beside
+from ..ops import NumberBeside
 from ..quantities import is_number, is_positive_int
 from .state_request import StateRequest, Update
 
@@ -142,9 +143,11 @@ class ScaleLoss(StateRequest):
         return value.float() * leaves.scale.float()
 
     def gradients(self, gradients: PyTree, leaves: LossScaleState) -> PyTree:
+        scale = NumberBeside(leaves.scale)
+
         def unscaled(gradient: torch.Tensor) -> torch.Tensor:
             wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient  # float16 does not hold 2 ** 16
-            return (wide / leaves.scale.to(wide.dtype)).to(gradient.dtype)
+            return (wide / scale(gradient).to(wide.dtype)).to(gradient.dtype)
 
         return optree.tree_map(unscaled, gradients)  # None stays None
 
@@ -170,4 +173,5 @@ def _overflow(norm: torch.Tensor | None) -> torch.Tensor:
 
 
 def _select(condition: torch.Tensor, old: PyTree, new: PyTree) -> PyTree:
-    return optree.tree_map(lambda a, b: torch.where(condition, a, b) if isinstance(b, torch.Tensor) else b, old, new)
+    beside = NumberBeside(condition)
+    return optree.tree_map(lambda a, b: torch.where(beside(b), a, b) if isinstance(b, torch.Tensor) else b, old, new)

@@ -9,13 +9,14 @@ class Order(IntEnum):
     PRECISION = 0
     TENSOR = 1
     DATA = 2
-    ACCUMULATE = 3
-    PIPELINE = 4
-    REPLICAS = 5
+    MEMORY = 3
+    ACCUMULATE = 4
+    PIPELINE = 5
+    REPLICAS = 6
 
     @property
     def words(self) -> str:
         return _WORDS[self]
 
 
-_WORDS = ("precision and remat", "tensor and sequence", "zero / data", "accumulate", "pipeline", "local SGD")
+_WORDS = ("precision and remat", "tensor and sequence", "zero / data", "offload", "accumulate", "pipeline", "local SGD")

@@ -18,6 +18,7 @@ from sharding_specs import P
 
 from .. import random
 from ..functions import LocalFunction, PyTree, Resolved, SpecTree, as_local_function, grad_and_value, relayout_leaf
+from ..ops import NumberBeside
 from ..optim import Optimizer, scheduled_rates
 from ..requests import (
     StateRequest,
@@ -73,8 +74,8 @@ class LocalTrainStep:
 
     def on(self, layouts: StepLayout, state_specs: SpecTree) -> LocalFunction:
         """Return the step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics)."""
-        inside = optree.tree_map(P.in_compute, state_specs)
-        step = _StepOnShards(self, layouts.in_compute(), inside, state_requests(self.f.applied))
+        inside = optree.tree_map(P.entered, state_specs)
+        step = _StepOnShards(self, layouts.entered(), inside, state_requests(self.f.applied))
 
         def call(resolved: Resolved, held: tuple[PyTree, PyTree], batch: PyTree, key: Any) -> tuple[PyTree, SpecTree]:
             new, metrics, specs = step(resolved.inside, *held, batch, key)
@@ -159,16 +160,18 @@ class _StepOnShards:
         """Return the gradients of the update, summed over ranks and clipped, and their norm."""
         layouts, clip = self.layouts, self.step.options.clip
         partial = optree.tree_map(P.dual, layouts.summed)  # of the parameters: ZeRO and data parallelism add gradients
-        packed = layouts.packing.pack(gradients)
-        gradients = optree.tree_map(relayout_leaf, packed, partial, layouts.update, none_is_leaf=True)
+        packed, on_device = layouts.packing.pack(gradients), optree.tree_map(P.in_compute, layouts.update)
+        summed = optree.tree_map(relayout_leaf, packed, partial, on_device, none_is_leaf=True)
+        moved = optree.tree_map(relayout_leaf, summed, on_device, layouts.update, none_is_leaf=True)
         for each, held in reversed([*zip(self.requests, leaves, strict=True)]):
-            gradients = each.gradients(gradients, held)
+            moved, stays = each.gradients(moved, held), layouts.offload is None
+            summed = moved if stays else each.gradients(summed, held)
         wanted = self.step.has_norm or clip is not None or any(each.may_skip for each in self.requests)
-        norm = _norm(gradients, layouts) if wanted else None
+        norm = _norm(summed, layouts, on_device) if wanted else None
         if clip is not None and norm is not None:
-            factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
-            gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
-        return gradients, norm
+            factor = NumberBeside(torch.clamp(clip / (norm + 1e-6), max=1.0))
+            moved = optree.tree_map(lambda g: g * factor(g).to(g.dtype), moved)
+        return moved, norm
 
     def _optimized(
         self, gradients: PyTree, stored: PyTree, state: PyTree, leaves: Sequence[PyTree], masks: PyTree
@@ -196,10 +199,10 @@ class _StepOnShards:
         return update, after
 
 
-def _norm(gradients: PyTree, layouts: StepLayout) -> torch.Tensor:
+def _norm(gradients: PyTree, layouts: StepLayout, held: SpecTree) -> torch.Tensor:
     if layouts.owners:
         return global_norm(gradients, layouts.counted, layouts.owners)
-    parts = optree.tree_map(relayout_leaf, gradients, layouts.update, layouts.counted, none_is_leaf=True)
+    parts = optree.tree_map(relayout_leaf, gradients, held, layouts.counted, none_is_leaf=True)
     return global_norm(parts, layouts.counted)
 
 

@@ -81,7 +81,7 @@ class StateFunction:
         return (self.states.average(self.states.split(state)[0]) if self.ema else params, *more)
 
     def _trace(self, layout: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        held, layouts = self.states.shapes(layout, state), layout.layouts.in_compute()
+        held, layouts = self.states.shapes(layout, state), layout.layouts.entered()
         params, *more = self._taken(layout, optree.tree_leaves(held))
         resolved = self.f.resolve((layouts.as_given(held[0]), *more, *batch), self.states.mesh)
         compute = optree.tree_map(P.in_compute, self._compute_specs(resolved, held[0], layout))

@@ -142,7 +142,7 @@ def on_replicas(
         loss, steps = replicas.loss + value, replicas.steps + made
         done = _Exchange(params, new, optimizer, replicas.outer, replicas.masters)
         if exchanges:
-            done = _exchanged(request, layouts.in_compute(), requests, done)
+            done = _exchanged(request, layouts.entered(), requests, done)
             shown = _mean_loss(metrics, loss, steps, axis)
             loss, steps = torch.zeros_like(loss), torch.zeros_like(steps)
         else:

@@ -5,6 +5,7 @@ from .accumulate import accumulate
 from .argument_specs import matched
 from .from_specs import from_specs
 from .local_sgd import diloco, local_sgd
+from .offload import offload
 from .parallel import data_parallel, tensor_parallel, zero
 from .partition_activations import partition_activations
 from .pipeline import pipeline, stage_boundary

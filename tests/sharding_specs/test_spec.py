@@ -62,7 +62,7 @@ def test_a_storage_that_nobody_registered_is_refused() -> None:
         SpecError, match=r"P\('data', memory='gone'\): no storage is registered as memory='gone'"
     ) as refused:
         P("data", memory="gone")
-    assert "memory='double'" in str(refused.value) and "register_storage" in str(refused.value)
+    assert "range='double'" in str(refused.value) and "register_storage" in str(refused.value)
     with pytest.raises(SpecError, match="no storage is registered as pad="):
         P("data", pad={0: 5})
 

@@ -16,6 +16,7 @@ from ...ir import hollow, without_memory
 from ...optim import Optimizer, is_declared_elementwise, like_params, tree_map_params
 from ...pipelines import pipeline_of
 from ...requests import (
+    OffloadedState,
     StateRequest,
     SummedApart,
     UpdateSharding,
@@ -47,22 +48,44 @@ class StepLayout:
     frozen: tuple[bool, ...]  # per leaf of the parameters, by the optimizer
     owners: Mapping[str, int] = field(default_factory=dict)  # index of the rank that holds all, by axis
     stacks: StackedTree | None = None  # which parameters of the user are stacks of layers
+    offload: OffloadedState | None = None
 
-    def in_compute(self) -> StepLayout:
+    def entered(self) -> StepLayout:
         """Return the layouts inside a program, which has fetched the parameters and state."""
-        kept, update = (optree.tree_map(P.in_compute, specs) for specs in (self.kept, self.update))
+        kept, update = (optree.tree_map(P.entered, specs) for specs in (self.kept, self.update))
         return replace(self, kept=kept, update=update)
+
+    def in_memories(self, offload: OffloadedState | None) -> StepLayout:
+        """Return the layouts with the update where a request asks for it."""
+        if offload is None:
+            return self
+        leaves = optree.tree_leaves(self.packing.like)
+        specs, structure = optree.tree_flatten(self.update)
+        pairs = zip(specs, offload.memories(leaves), strict=True)
+        moved = [spec.replace(storage={**spec.storage, "memory": memory}) for spec, memory in pairs]
+        return replace(self, update=structure.unflatten(moved), offload=offload)
 
     def state(self, state: PyTree, optimizer: Optimizer, requests: Sequence[StateRequest]) -> SpecTree:
         """Return the specs of a packed state of full tensors: the optimizer's `specs`, or the layouts of the update."""
         own, leaves = split_state(state, requests)
         by_itself = getattr(optimizer, "specs", None)  # a user's own pair may lack it
         specs = self._like_params(own) if by_itself is None else by_itself(self.params, self.update)
+        specs = specs if self.offload is None else self._with_numbers(self.offload.memory, own, specs)
         added = [each.specs(held, self._like_params) for each, held in zip(requests, leaves, strict=True)]
         found = with_leaves(specs, requests, added)
         if not self.owners:
             return found
         return optree.tree_map(lambda spec: spec.replace(owner=self.owners), broadcast_specs(found, state))
+
+    def _with_numbers(self, memory: str, state: PyTree, specs: SpecTree) -> SpecTree:
+        """Put the state's numbers into a memory, and everything if the update of all parameters is there."""
+        is_whole = all(spec.memory == memory for spec in optree.tree_leaves(self.update))
+
+        def placed(leaf: Any, spec: P) -> P:
+            is_number = isinstance(leaf, torch.Tensor) and not leaf.ndim
+            return spec.replace(storage={**spec.storage, "memory": memory}) if is_whole or is_number else spec
+
+        return optree.tree_map(placed, state, broadcast_specs(specs, state))
 
     def _like_params(self, tree: PyTree) -> SpecTree:
         return like_params(tree, self.packing.like, self.update)
@@ -95,11 +118,16 @@ def find_step_layout(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Op
 
     If the update uses the gradients' norm (`clipped`), every ZeRO stage sums it in the same order.
     """
+    found = _layouts_on_device(f, mesh, params, optimizer, clipped)
+    return found.in_memories(f.applied.last(OffloadedState))
+
+
+def _layouts_on_device(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Optimizer, clipped: bool) -> StepLayout:
     resolved, applied = f.resolve((params,), mesh), f.applied
     like = optree.tree_map(hollow, params)
     shapes, specs = resolved.args[0], resolved.arguments[0]
     compute, kept = optree.tree_map(P.in_compute, specs), optree.tree_map(at_rest, specs)
-    whole = optree.tree_map(at_rest, compute)
+    whole = optree.tree_map(P.entered, kept)
     frozen = tuple(optree.tree_leaves(_decided(resolved.stacks, like, optimizer, "frozen", False)))
     if flat_update(applied):
         axes = tuple(each.axis for each in applied.all(UpdateSharding))
