@@ -76,10 +76,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "LossScale",
         "remat",
         "partition_activations",
+        "offload",
         "from_specs",
         "partition",
         "constrain",
         "outputs",
+        "to_memory",
         "recompute",
         "repeated",
         "stage_boundary",
@@ -138,7 +140,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "PipelineChoice",
         "PipelineChoices",
     ),
-    "Programs and their reports": ("Program", "Price", "Hardware", "Line"),
+    "Programs and their reports": ("Program", "Price", "Hardware", "Line", "Memory"),
 }
 
 # Classes that the library creates; their constructors are not part of the API.

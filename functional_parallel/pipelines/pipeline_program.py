@@ -10,7 +10,7 @@ from torch import fx
 from ..errors import PipelineError
 from ..ir import info, source_of
 from ..ops import attention_notes
-from ..program import Collective, Hardware, HostOp, Move, Price, bytes_of, counts_of, hardware_of, readable_bytes
+from ..program import Collective, Hardware, HostOp, MemoryMove, Price, bytes_of, counts_of, hardware_of, readable_bytes
 from ..schedules import Action, Event, Timeline, peaks
 from .execution import pipeline_memory
 from .pipeline_memory import PipelineMemory
@@ -50,7 +50,7 @@ class PipelineProgram(PipelineStructure):
         found = [one for program, count in self.programs() for one in program.collectives(casts=casts) * count]
         return [*found, *self._sends()]
 
-    def moves(self) -> list[Move]:
+    def moves(self) -> list[MemoryMove]:
         return [one for program, count in self.programs() for one in program.moves() * count]
 
     def _sends(self) -> Iterator[Collective]:

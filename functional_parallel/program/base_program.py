@@ -12,7 +12,7 @@ from sharding_specs import Mesh, P
 
 from .explain import Explanation, explain
 from .host import HostOp
-from .moves import Move, bytes_of_moves
+from .memory_moves import MemoryMove, bytes_of_moves
 from .pass_table import PassRecorder, PassTable
 from .traffic import Collective, bytes_of, counts_of
 
@@ -40,7 +40,7 @@ class BaseProgram(abc.ABC):
         """Return the collectives that send data; with `casts`, also the primitives that do not."""
 
     @abc.abstractmethod
-    def moves(self) -> list[Move]:
+    def moves(self) -> list[MemoryMove]:
         """Return the moves between memories, in order; for a pipeline those of all its ranks."""
 
     @abc.abstractmethod

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .moves import Move
+from .memory_moves import MemoryMove
 from .traffic import Collective
 
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "parameters", "source")
@@ -111,7 +111,7 @@ def explain(
     name: str,
     mesh: str,
     found: Iterable[Collective],
-    moves: Iterable[Move] = (),
+    moves: Iterable[MemoryMove] = (),
     *,
     group: str = "line",
     notes: Iterable[str] = (),
@@ -119,8 +119,8 @@ def explain(
 ) -> Explanation:
     if group not in ("line", "axis"):
         raise ValueError(f"explain(group={group!r}): it is 'line', 'axis' or 'pass'")
-    groups: dict[Any, list[Collective | Move]] = defaultdict(list)
-    of_moves: dict[Any, list[Collective | Move]] = defaultdict(list)
+    groups: dict[Any, list[Collective | MemoryMove]] = defaultdict(list)
+    of_moves: dict[Any, list[Collective | MemoryMove]] = defaultdict(list)
     for one in found:
         place = (str(one.operand), one.source) if group == "line" else ()
         groups[one.kind, one.axes, one.phase, place].append(one)
@@ -140,7 +140,7 @@ def _row(members: list[Any], group: str) -> CollectiveRow:
     first = members[0]
     operands = {str(member.operand) for member in members}
     operand = str(first.operand) if len(operands) == 1 else "various"
-    line, axes = (first.line, ()) if isinstance(first, Move) else (first.source, first.axes)
+    line, axes = (first.line, ()) if isinstance(first, MemoryMove) else (first.source, first.axes)
     where, text = (str(line), line.text) if group == "line" and line is not None else ("", "")
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
     size = sum(member.bytes for member in members)

@@ -70,7 +70,7 @@ def _require_one(node: fx.Node, known: dict[fx.Node, str | None]) -> None:
         raise MemoriesError(
             f"{source_of(node) or 'an op'}: {_name(node)} reads {_described(other)} in the memory {memory!r} and "
             f"{_described(wrong[0])} in {known[wrong[0]]!r}. Move one of them first, as fp.to_memory(x, 'device'). "
-            "Only numbers, 0-dim tensors of the host, are read from the device"
+            "Of the host's values, an op on the device reads only numbers, 0-dim tensors"
         )
 
 

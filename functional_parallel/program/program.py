@@ -16,7 +16,7 @@ from .base_program import BaseProgram
 from .hardware import Hardware, hardware_of
 from .host import HostOp, host_ops
 from .memory import MemoryUse, memory_of, with_copies
-from .moves import Move, moves_of
+from .memory_moves import MemoryMove, moves_of
 from .price import Price, price_of
 from .traffic import Collective, collectives_of
 
@@ -49,7 +49,7 @@ class Program(BaseProgram):
         """Return the collectives that send data, in order; with `casts`, also the primitives that do not."""
         return list(collectives_of(self.traced, self.mesh, casts=casts))
 
-    def moves(self) -> list[Move]:
+    def moves(self) -> list[MemoryMove]:
         return list(moves_of(self.traced))
 
     def host_ops(self) -> list[HostOp]:

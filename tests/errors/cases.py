@@ -156,6 +156,11 @@ def CustomFunctionError() -> Any:
 
 
 @case
+def MemoriesError() -> Any:
+    return body(torch.matmul, DATA, (P(memory="host"), P()))(W["w"], X)
+
+
+@case
 def MemoryLayoutError() -> Any:
     def by_strides(params: Any, x: torch.Tensor) -> torch.Tensor:
         return loss(params, x) * x.stride(0)

@@ -15,7 +15,7 @@ from .traffic import phases_of
 
 
 @dataclass(frozen=True)
-class Move:
+class MemoryMove:
     """One move of a program between two memories."""
 
     source: str  # the memory of the operand
@@ -35,15 +35,17 @@ class Move:
         return f"{self.source} → {self.target}"
 
 
-def moves_of(traced: Traced) -> Iterator[Move]:
+def moves_of(traced: Traced) -> Iterator[MemoryMove]:
     memories = memories_of(traced)
     for node, phase in phases_of(traced).items():
         if node.target is TO_MEMORY:
             known, line = info(node), info(node).used_at or info(node).source
-            yield Move(memories[first_operand(node)], memories[node], known.aval, line, phase, node, known.parameters)
+            yield MemoryMove(
+                memories[first_operand(node)], memories[node], known.aval, line, phase, node, known.parameters
+            )
 
 
-def bytes_of_moves(found: Iterable[Move]) -> dict[tuple[str, str], int]:
+def bytes_of_moves(found: Iterable[MemoryMove]) -> dict[tuple[str, str], int]:
     sums: Counter[tuple[str, str]] = Counter()
     for one in found:
         sums[one.source, one.target] += one.bytes
