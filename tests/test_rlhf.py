@@ -125,7 +125,7 @@ def test_a_run_refuses_such_a_reward(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     def reward(tokens: torch.Tensor) -> torch.Tensor:
         return torch.full((len(tokens),), float("inf"))
 
-    with pytest.raises(ValueError, match="1 sample of each prompt: .* draw at least 2"):
+    with pytest.raises(ValueError, match=r"1 sample of each prompt: .* draw at least 2"):
         rlhf.group_advantage(torch.zeros(4), 1)
     monkeypatch.setattr(rlhf, "score", reward)
     with pytest.raises(ValueError, match="128 of 128 rewards are not finite"):
