@@ -8,14 +8,18 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import optree
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from sharding_specs import Mesh, P
+from sharding_specs import Mesh, P, split
+
+from .processes import run_on_processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -169,6 +173,79 @@ def test_a_run_goes_on_from_its_checkpoints(script: str, tmp_path: Path) -> None
     parts = [run(script, *saved, "--steps", steps, folder=tmp_path) for steps in ("1", "2")]
     lines = [re.findall(r"^\d+: .*", text, re.MULTILINE) for text in (whole, *parts)]
     assert len(lines[0]) == 2 and lines[0] == lines[1] + lines[2]
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_parameters_move_to_the_layout_of_generation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six tokens cost one move, of what a rank lacks: three quarters under ZeRO-3. Simulated ranks share what is equal."""
+    import gpt
+    import rlhf
+
+    from functional_parallel.stateful import HeldLeaves
+
+    sent, fill = list[int](), HeldLeaves.fill
+
+    def counted(self: HeldLeaves, *args: Any) -> None:
+        fill(self, *args)
+        sent.append(self.sent)
+
+    mesh = Mesh(data=4)
+    params, specs = split(gpt.init(rlhf.CONFIG))
+    plan = rlhf.plan_of(specs, mesh, 3)
+    train = fp.train_step(lambda p, tokens: -rlhf.log_probs(p, tokens).mean(), fp.optim.sgd(0.1), mesh, plan)
+    state, sample = train.init(params), rlhf.Sampler(mesh, specs)
+    monkeypatch.setattr(HeldLeaves, "fill", counted)
+    assert sample(state, rlhf.prompts(8, 0), 0).shape == (8, 8)
+    layout = train.sharded(state)[0]
+    leaves = zip(optree.tree_leaves(layout.shapes), optree.tree_leaves(layout.specs), strict=True)
+    assert sent == [sum(3 * x.nbytes // 4 for x, spec in leaves if spec.axes)]
+
+
+ACTOR, OTHERS = Mesh(data=2, ranks=[0, 1]), Mesh(data=2, ranks=[2, 3])
+
+
+def losses_on(rank: int, actor: Mesh, others: Mesh) -> list[list[float]]:
+    """Two updates of an actor on one mesh, with a reference on another one. Values move between them as trees do."""
+    sys.path.insert(0, str(EXAMPLES))
+    import gpt
+    import rlhf
+
+    torch.set_default_dtype(torch.float64)
+    rlhf.CONFIG = gpt.Config(layers=1, embed=32, heads=4, vocab=16)
+    params, specs = split(gpt.init(rlhf.CONFIG))
+    params, plan = rlhf.in_default_dtype(params), rlhf.plan_of(specs, actor)
+
+    def loss(params: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        new = rlhf.log_probs(params, batch["tokens"])
+        divergence = rlhf.divergence(new, batch["reference"])
+        return rlhf.policy_loss(new, batch) + divergence, divergence
+
+    train = fp.train_step(loss, fp.optim.adamw(3e-3), actor, plan, has_aux=True)
+    of_policy, of_reference = train.compile(plan(rlhf.log_probs)), fp.compile(plan(rlhf.log_probs), others)
+    state, found, sample = train.init(params), list[list[float]](), rlhf.Sampler(actor, specs)
+    reference = fp.Sharded.of(params, actor, P()).relayout(P(), others)
+    for step in range(2):
+        tokens, known = torch.zeros(16, 8, dtype=torch.int64), torch.zeros(16, 6)
+        if rank in actor.processes:
+            tokens = sample(state, rlhf.prompts(16, step), step)
+        moved = fp.Sharded.of(tokens, actor, P("data")).relayout(P("data"), others)
+        if rank in others.processes:
+            known = of_reference(reference, moved.full())
+        judged = fp.Sharded.of(known, others, P("data")).relayout(P("data"), actor)
+        if rank in actor.processes:
+            batch = {"tokens": tokens, "old": of_policy(state, tokens), "reference": judged.full()}
+            state, metrics = train(state, batch | {"advantage": rlhf.whitened(rlhf.score(tokens))[:, None]})
+            found.append([float(metrics.loss), float(metrics.aux)])
+    return found
+
+
+@pytest.mark.slow
+def test_the_actor_and_the_reference_on_parts_of_the_ranks() -> None:
+    """The actor is on processes 0 and 1, the reference on 2 and 3: the losses are those of one mesh, to the bit."""
+    both = Mesh(data=2)
+    wanted = losses_on(0, both, both)
+    assert wanted[0][1] == 0 < wanted[1][1]
+    assert run_on_processes(losses_on, 4, ACTOR, OTHERS) == [wanted, wanted, [], []]
 
 
 @pytest.mark.slow
