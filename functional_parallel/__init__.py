@@ -58,7 +58,7 @@ from .errors import (
     UnevenBatchError,
 )
 from .functions import LocalFunction, functional, grad, grad_and_value, hessian, jvp, relayout, vmap
-from .generation import Generated, Generator, generate
+from .generation import ContinuousBatch, Generated, Generator, generate
 from .interop import PreparedStep, deepspeed, load_pretrained, prepare, save_pretrained
 from .ir import abstract
 from .ops import constrain, outputs, to_memory
@@ -114,6 +114,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveTypeError",
     "Compiled",
+    "ContinuousBatch",
     "DeviceMap",
     "DonatedStateError",
     "EqualCopiesWarning",

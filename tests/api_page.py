@@ -105,7 +105,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rank",
         "is_main_rank",
     ),
-    "Generate": ("Generator", "generate", "Generated"),
+    "Generate": ("Generator", "generate", "Generated", "ContinuousBatch"),
     "Collectives": (
         "psum",
         "pmean",

@@ -2,12 +2,14 @@
 
 from . import folder_command
 from .cached_model import CachedModel, FunctionWithCache, cached_model
+from .continuous_batch import ContinuousBatch
 from .generate import Generated, Generator, generate
 from .sampling import Sampling
 from .serving import serving_plan
 
 __all__ = [
     "CachedModel",
+    "ContinuousBatch",
     "FunctionWithCache",
     "Generated",
     "Generator",

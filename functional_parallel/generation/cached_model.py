@@ -41,6 +41,12 @@ class CachedModel(Protocol):
     def slots(self, prompt: int, cache: int) -> tuple[int, int]:
         """Return the lengths of padded prompts and of the cache, given those of the buckets."""
 
+    def slot_dims(self, cache: PyTree) -> PyTree:
+        """Return the dim of slots of each tensor of a cache in which all rows write into one slot, -1 for others.
+
+        None for a cache in which a row writes into its own slots.
+        """
+
     def begin(self, params: PyTree, tokens: torch.Tensor, lengths: torch.Tensor, length: int) -> Cached:
         """Read prompts. Return logits of all columns, and a cache of this length."""
 
@@ -67,6 +73,9 @@ class FunctionWithCache:
 
     def slots(self, prompt: int, cache: int) -> tuple[int, int]:
         return prompt, cache
+
+    def slot_dims(self, cache: PyTree) -> PyTree:
+        return None
 
     def begin(self, params: PyTree, tokens: torch.Tensor, lengths: torch.Tensor, length: int) -> Cached:
         rows, columns = tokens.shape

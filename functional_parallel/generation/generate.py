@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,9 @@ class Generated:
         return [row[:length] for row, length in zip(self.tokens, self.lengths.tolist(), strict=True)]
 
 
-class _Programs(NamedTuple):
+class Programs(NamedTuple):
+    """Programs of one bucket."""
+
     prefill: Compiled
     decode: Compiled
     batch: dict[str, torch.Tensor]
@@ -152,11 +155,11 @@ class Generator:
         if not isinstance(keys, torch.Tensor) or keys.shape != (len(rows),) or keys.dtype != torch.int64:
             found = f"{keys.dtype} {tuple(keys.shape)}" if isinstance(keys, torch.Tensor) else type(keys).__name__
             raise ValueError(f"keys of {len(rows)} prompts: {found}; give an int64 tensor with a key per row")
-        params = _parameters(params)
-        programs = self._programs(params, self._batch(rows, max_new_tokens, keys))
-        with _evaluated(self.model.module):
+        params, (batch, length) = parameters(params), self._batch(rows, max_new_tokens, keys)
+        programs = self.programs_for(params, batch, length)
+        with evaluated(self.model.module):
             weights = programs.weights(params)
-            _, state = programs.prefill(weights, None, programs.batch)
+            _, state = programs.prefill(weights, None, batch)
             decode = programs.decode.steps(weights, programs.shapes)
         is_ended = torch.zeros(len(rows), dtype=torch.bool)
         for step in range(1, max_new_tokens + 1):
@@ -177,13 +180,13 @@ class Generator:
             params: parameters, which may be on the meta device.
             rows, prompt, max_new_tokens: numbers of rows, of tokens of the longest prompt, and of new tokens.
         """
-        self._programs(_parameters(params), self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens))
+        self.programs_for(parameters(params), *self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens))
         return self.programs()
 
     def hold(self, params: PyTree, *, rows: int = 1, prompt: int = 2, max_new_tokens: int = 1) -> Sharded:
         """Return parameters in the layout of generation, for several calls with them. Arguments are as for `lower`."""
-        params, given = _parameters(params), self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens)
-        return self._programs(params, given).weights(params)
+        params, given = parameters(params), self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens)
+        return self.programs_for(params, *given).weights(params)
 
     def programs(self) -> Mapping[str, Any]:
         """Return the programs used last: "prefill" and "decode"."""
@@ -196,18 +199,22 @@ class Generator:
         self, rows: list[torch.Tensor], new: int, keys: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], int]:
         """Return the padded batch of a prefill, and the length of the cache."""
-        prompts = Prompts(rows, self.model, self._rows_together(len(rows)))
+        prompts = Prompts(rows, self.model, self.rows_together(len(rows)))
         columns, length = self._lengths(prompts.longest, new)
         return prompts.padded(columns, torch.zeros(len(rows)).long() if keys is None else keys), length
 
-    def _programs(self, params: PyTree, given: tuple[dict[str, torch.Tensor], int]) -> _Programs:
-        batch, length = given
-        with _evaluated(self.model.module):
+    def programs_for(
+        self, params: PyTree, batch: dict[str, torch.Tensor], length: int, rows: int | None = None
+    ) -> Programs:
+        """Return the programs for a batch of prompts and a cache of this length; `rows` if more rows are decoded."""
+        with evaluated(self.model.module):
             prefill = self._prefill(length)
             shapes, specs = prefill.new_state(params, None, batch)
+            if rows is not None:
+                shapes = optree.tree_map(lambda x: x.new_empty(rows, *x.shape[1:]) if x.ndim else x, shapes)
             decode = self._decode(specs)
             decode.lower(params, shapes)
-        return _Programs(prefill, decode, batch, shapes)
+        return Programs(prefill, decode, batch, shapes)
 
     def _lengths(self, prompt: int, new: int) -> tuple[int, int]:
         """Return the lengths of padded prompts and of the cache."""
@@ -215,12 +222,14 @@ class Generator:
         length = self.buckets.at_least(new + (0 if self.model.is_encoder_decoder else columns), "a cache")
         return self.model.slots(columns, length)
 
-    def _rows_together(self, rows: int) -> int:
-        """Number of rows that the number of rows must be a multiple of."""
-        ranks = 1
-        for axis in data_axes(self.plan):
-            ranks *= self.mesh.axis_size(axis)
-        found = ranks * microbatches_of(self.plan)
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks along the axes that split the rows."""
+        return math.prod(map(self.mesh.axis_size, data_axes(self.plan)))
+
+    def rows_together(self, rows: int) -> int:
+        """Return the number that the number of rows must be a multiple of."""
+        found = self.data_ranks * microbatches_of(self.plan)
         return max(found, 2) if rows == 1 and is_pipelined(self.plan) else found  # stages cut the rows
 
     def _prefill(self, length: int) -> Compiled:
@@ -246,7 +255,8 @@ class Generator:
             token = sampling.draw(logits[:, -1], state["keys"], position + 1)
             token = torch.where(ended, pad, token)
             ended = ended | _is_end(token, eos)
-            new = {"cache": cache, "ended": ended, "token": token, "position": position + 1, "keys": state["keys"]}
+            position = torch.where(state["ended"], position, position + 1)  # within the positions of the model
+            new = {"cache": cache, "ended": ended, "token": token, "position": position, "keys": state["keys"]}
             return token, optree.tree_map(constrain, new, specs)
 
         key = (optree.tree_structure(specs), tuple(optree.tree_leaves(specs)))
@@ -278,7 +288,7 @@ def generate(
     return generator(params, prompts, max_new_tokens=max_new_tokens, seed=seed, keys=keys)
 
 
-def _parameters(params: PyTree) -> PyTree:
+def parameters(params: PyTree) -> PyTree:
     return parameters_of(params) if isinstance(params, TrainState) else params
 
 
@@ -303,7 +313,7 @@ def _generated(tokens: torch.Tensor, eos: tuple[int, ...]) -> Generated:
 
 
 @contextmanager
-def _evaluated(module: nn.Module | None) -> Iterator[None]:
+def evaluated(module: nn.Module | None) -> Iterator[None]:
     """Context in which a module is in the mode `eval`, and no gradient is wanted."""
     trained = [] if module is None or not module.training else [each for each in module.modules() if each.training]
     for each in trained:

@@ -83,6 +83,10 @@ class Runtime(ABC, Generic[Handle, Runnable]):
         """Return the indices of the ranks that hold a value, by axis. Along other axes all ranks hold it."""
         return ()
 
+    def brought(self, program: Runnable, handles: list[Handle]) -> list[Handle]:
+        """Return the inputs of a program on all ranks that need them. Every process calls it."""
+        return handles
+
     @abstractmethod
     def like(self, handle: Handle, spec: P) -> torch.Tensor:
         """Return a tensor of the global shape, without memory."""

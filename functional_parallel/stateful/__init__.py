@@ -14,6 +14,7 @@ from .held import (
 )
 from .held_call import held_argument, new_state_of, require_same_state, run_held, steps_of
 from .held_leaves import HeldLeaves, leaf_layout, owners_along, peers_of, saved_shapes
+from .own_shards import brought, own_shards, with_rows
 from .sharded import Sharded, filled
 from .signatures import listed, on_one_line, structure_as_text
 from .stateful_program import StatefulProgram

@@ -102,4 +102,13 @@ ROWS = [
         is_split_thrice,
         "On `Mesh(pipe=2, data=2, tensor=2)`. Stages are cut by cost.",
     ),
+    Row(
+        "hub.generate_batch(inputs=prompts)",
+        "generator = fp.Generator(language_model, mesh, plan, cache=empty_cache)\n"
+        "serving = fp.ContinuousBatch(generator, torch.eye(8), rows=2, length=8)\n"
+        "serving.add([1, 2], max_new_tokens=3), serving.add([3], max_new_tokens=2)\n"
+        "{number: text.tolist() for number, text in serving.run()}",
+        lambda texts: texts == {0: [3, 6, 4], 1: [3, 6]},
+        "Continuous batching: requests may be added at any time. A model of transformers needs no cache.",
+    ),
 ]

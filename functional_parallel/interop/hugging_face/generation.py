@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -170,6 +171,12 @@ class CausalModel:
     def slots(self, prompt: int, cache: int) -> tuple[int, int]:
         most = self._positions if self._shifted else None
         return (prompt, cache) if most is None else (min(prompt, most), min(cache, most))
+
+    def slot_dims(self, cache: PyTree) -> PyTree:
+        """Return the dim of slots of each tensor; -1 where a token has no slot of its own, but moves all others."""
+        keys, seen = (-1, -1) if self._shifted else (2, 1)
+        layers = optree.tree_map(lambda _: keys, cache["layers"])
+        return {"layers": layers, "seen": seen, "slot": -1}
 
     def begin(
         self, params: PyTree, tokens: torch.Tensor, lengths: torch.Tensor, length: int

@@ -119,6 +119,13 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         aval = Aval(tuple(shards[0].shape), shards[0].dtype, device)
         return PipelineValue(dict.fromkeys(here, base), None if holders is None else frozenset(holders), aval)
 
+    def brought(self, program: PipelineProgram, placed: list[PipelineValue]) -> list[PipelineValue]:
+        if self.communicator is None:
+            return self._brought(program, placed)
+        with self.base.turn, self.communicator.bound():
+            self.communicator.doing.begin(READS)
+            return self._brought(program, placed)
+
     def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
         return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
 
