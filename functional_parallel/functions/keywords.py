@@ -53,6 +53,10 @@ _HINTS = {
     "write out_specs=": "out_shardings out_axes",
     "a training step donates its state: train_step(donate=True)": "donate_argnums",
     "bind static arguments by functools.partial": "static_argnums",
+    "give temperature= for draws; 0 takes the best token": "do_sample",
+    "give it to the call, max_new_tokens={v}": "max_new_tokens max_length",
+    "it is not built here: use model.generate()": "num_beams num_return_sequences logits_processor stopping_criteria "
+    "repetition_penalty no_repeat_ngram_size bad_words_ids assistant_model penalty_alpha streamer min_p",
     "leave it out; a compiled program does not need it": "find_unused_parameters static_graph broadcast_buffers "
     "device_ids gradient_as_bucket_view process_group output_device set_to_none fused foreach capturable fullgraph "
     "dynamic jit",

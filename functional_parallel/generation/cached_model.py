@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import optree
 import torch
 from torch import nn
 
@@ -80,7 +81,15 @@ class FunctionWithCache:
     def begin(self, params: PyTree, tokens: torch.Tensor, lengths: torch.Tensor, length: int) -> Cached:
         rows, columns = tokens.shape
         positions = torch.arange(columns, device=tokens.device).expand(rows, columns)
-        return self.f(params, self.cache(params, rows, length), tokens, positions)
+        empty = self.cache(params, rows, length)
+        for leaf in optree.tree_leaves(empty):
+            if not isinstance(leaf, torch.Tensor):
+                raise ValueError(
+                    f"cache(params, {rows}, {length}) has a {type(leaf).__name__}: a cache is a tree of tensors, with "
+                    "rows first. Caches of transformers grow by each token, or count tokens in Python, of which a "
+                    "program has one number: give a model of transformers without cache=, or tensors"
+                )
+        return self.f(params, empty, tokens, positions)
 
     def proceed(self, params: PyTree, cache: PyTree, tokens: torch.Tensor, positions: torch.Tensor) -> Cached:
         return self.f(params, cache, tokens, positions)

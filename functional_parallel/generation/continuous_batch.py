@@ -93,8 +93,8 @@ class ContinuousBatch:
         room = generator.buckets.at_least(length + length // _SPARE, "a cache")
         self._slots = self._model.slots(1, room)[1]
         dummy = _Request(-1, torch.zeros(1, dtype=torch.int64), 1, self._key)
-        programs = generator.programs_for(params, self._batch({0: dummy}), self._slots, rows)
-        with evaluated(self._model.module):
+        with generator.lock, evaluated(self._model.module):
+            programs = generator.programs_for(params, self._batch({0: dummy}), self._slots, rows)
             self._prefill, self._weights = programs.prefill, programs.weights(params)
             self._program = programs.decode.lower(self._weights, programs.shapes)
             self._decode = programs.decode.steps(self._weights, programs.shapes)
@@ -139,7 +139,7 @@ class ContinuousBatch:
             return {}
         if self._clock == self._slots:
             self._move_to(max(each.held for each in self._live.values()))
-        with torch.no_grad():
+        with self.generator.lock, torch.no_grad():
             token, self._state = self._decode(self._state)
         self._clock = None if self._clock is None else self._clock + 1
         tokens = token.tolist()
@@ -204,7 +204,7 @@ class ContinuousBatch:
 
     def _begin(self, chosen: Mapping[int, tuple[int, _Request]]) -> None:
         batch = self._batch({seat: request for seat, (_, request) in chosen.items()})
-        with evaluated(self._model.module):
+        with self.generator.lock, evaluated(self._model.module):
             _, new = self._prefill(self._weights, None, batch)
         new = brought(new, self._program, self._weights)
         if self._state is None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, NamedTuple
 
 import optree
@@ -16,11 +17,12 @@ from sharding_specs import Mesh
 
 from .. import random
 from ..compile import Compiled, compile
-from ..functions import PyTree, SpecTree
+from ..functions import PyTree, SpecTree, explain_keywords, require_mesh
 from ..ops import constrain
 from ..quantities import is_positive_int
 from ..stateful import Sharded
 from ..training import TrainState, parameters_of
+from ..transforms import Plan, Transform
 from .cached_model import cached_model
 from .prompts import LengthBuckets, Prompts, rows_of
 from .sampling import Sampling
@@ -57,6 +59,7 @@ class Programs(NamedTuple):
         return self.decode.hold(params, self.shapes, others=[self.prefill.lower(params, None, self.batch)])
 
 
+@explain_keywords
 class Generator:
     """Compiled generation of a model on a mesh. It is called with parameters and prompts, as often as they change.
 
@@ -111,14 +114,22 @@ class Generator:
         buckets: Sequence[int] | None = None,
         look_every: int = 8,
     ) -> None:
+        require_mesh(mesh, "Generator")
+        if plan is not None and not isinstance(plan, (Plan, Transform)):
+            raise TypeError(f"plan={plan!r}: give a transform such as fp.zero(3, 'data'), an fp.chain of them, or None")
         self.model = cached_model(fn, cache)
         self.mesh, self.plan, self.pad = mesh, without_single_ranks(plan, mesh), pad
         self.sampling = Sampling(temperature, top_k, top_p)
         self.buckets = LengthBuckets(None if buckets is None else tuple(buckets))
         self.eos = _end_tokens(self.model.module, eos)
+        if not all(map(_is_token, (pad, *self.eos))):
+            raise ValueError(
+                f"eos={eos!r}, pad={pad!r}: an end token or several, and a padding token, are numbers from 0"
+            )
         if not is_positive_int(look_every):
             raise ValueError(f"look_every={look_every!r}: it is a number of steps, 1 or more")
         self.look_every = look_every
+        self.lock = RLock()  # a trace sets the mode and the parameters of the module
         self._prefills: dict[int, Compiled] = {}
         self._decodes: dict[Any, Compiled] = {}
 
@@ -149,6 +160,8 @@ class Generator:
         """Iterate over the new tokens, one tensor (rows,) per step, with `pad` for rows that have ended."""
         if not is_positive_int(max_new_tokens):
             raise ValueError(f"max_new_tokens={max_new_tokens!r}: it is a number of tokens, 1 or more")
+        if not isinstance(seed, int):
+            raise ValueError(f"seed={seed!r}: it is an integer, of which each row has a key; or give keys")
         rows = rows_of(prompts, self.model)
         self.model.require(rows, max_new_tokens)
         keys = random.fold_in(random.key(seed), torch.arange(len(rows))) if keys is None else keys
@@ -156,14 +169,14 @@ class Generator:
             found = f"{keys.dtype} {tuple(keys.shape)}" if isinstance(keys, torch.Tensor) else type(keys).__name__
             raise ValueError(f"keys of {len(rows)} prompts: {found}; give an int64 tensor with a key per row")
         params, (batch, length) = parameters(params), self._batch(rows, max_new_tokens, keys)
-        programs = self.programs_for(params, batch, length)
-        with evaluated(self.model.module):
+        with self.lock, evaluated(self.model.module):
+            programs = self.programs_for(params, batch, length)
             weights = programs.weights(params)
             _, state = programs.prefill(weights, None, batch)
             decode = programs.decode.steps(weights, programs.shapes)
         is_ended = torch.zeros(len(rows), dtype=torch.bool)
         for step in range(1, max_new_tokens + 1):
-            with torch.no_grad():
+            with self.lock, torch.no_grad():
                 token, state = decode(state)
             token = token[: len(rows)]
             yield token
@@ -186,7 +199,8 @@ class Generator:
     def hold(self, params: PyTree, *, rows: int = 1, prompt: int = 2, max_new_tokens: int = 1) -> Sharded:
         """Return parameters in the layout of generation, for several calls with them. Arguments are as for `lower`."""
         params, given = parameters(params), self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens)
-        return self.programs_for(params, *given).weights(params)
+        with self.lock:
+            return self.programs_for(params, *given).weights(params)
 
     def programs(self) -> Mapping[str, Any]:
         """Return the programs used last: "prefill" and "decode"."""
@@ -207,7 +221,7 @@ class Generator:
         self, params: PyTree, batch: dict[str, torch.Tensor], length: int, rows: int | None = None
     ) -> Programs:
         """Return the programs for a batch of prompts and a cache of this length; `rows` if more rows are decoded."""
-        with evaluated(self.model.module):
+        with self.lock, evaluated(self.model.module):
             prefill = self._prefill(length)
             shapes, specs = prefill.new_state(params, None, batch)
             if rows is not None:
@@ -295,7 +309,11 @@ def parameters(params: PyTree) -> PyTree:
 def _end_tokens(module: Any, eos: int | Sequence[int] | None) -> tuple[int, ...]:
     if eos is None and module is not None:
         eos = module.generation_config.eos_token_id
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return () if eos is None else tuple(eos) if isinstance(eos, Sequence) else (eos,)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_end(token: torch.Tensor, eos: tuple[int, ...]) -> torch.Tensor:

@@ -12,6 +12,8 @@ from ..quantities import is_positive_int
 from .cached_model import CachedModel
 
 _SMALLEST = 16
+_WITHOUT_EFFECT = ("special_tokens_mask", "offset_mapping", "length")  # which tokenizers return on request
+_ROWS = "give a list with the tokens of each row, such as tokenizer(texts)['input_ids'], or the tokenizer's dict"
 
 
 @dataclass(frozen=True)
@@ -39,30 +41,63 @@ class LengthBuckets:
 
 def rows_of(prompts: Any, model: CachedModel) -> list[torch.Tensor]:
     """Return the tokens of each row, without padding."""
-    mask = None
-    if isinstance(prompts, Mapping):
-        prompts, mask = prompts["input_ids"], prompts.get("attention_mask")
-    if isinstance(prompts, torch.Tensor) and prompts.ndim != 2:
-        raise ValueError(f"prompts of shape {tuple(prompts.shape)}: give rows of tokens, (rows, columns)")
-    rows = [torch.as_tensor(row) for row in prompts]
+    tokens, mask = _of_tokenizer(prompts) if isinstance(prompts, Mapping) else (prompts, None)
+    if isinstance(tokens, torch.Tensor) and tokens.ndim != 2:
+        raise ValueError(f"prompts of shape {tuple(tokens.shape)}: give rows of tokens, (rows, columns)")
+    if not isinstance(tokens, (torch.Tensor, Sequence)) or isinstance(tokens, (str, bytes)):
+        raise ValueError(f"prompts={_short(tokens)}: {_ROWS}")
+    rows = [_row(index, row) for index, row in enumerate(tokens)]
+    if not rows:
+        raise ValueError("there are no prompts: give a list with one or more rows of tokens")
     if mask is not None:
+        if len(mask) != len(rows):
+            raise ValueError(f"{len(rows)} prompts and an attention mask of {len(mask)} rows: give it a row per prompt")
         rows = [_real(index, *each) for index, each in enumerate(zip(rows, mask, strict=True))]
-    elif isinstance(prompts, torch.Tensor):
+    elif isinstance(tokens, torch.Tensor):
         _refuse_padding(rows, model)
     for index, row in enumerate(rows):
         if row.ndim != 1 or not row.numel() or row.dtype.is_floating_point or row.dtype is torch.bool:
             raise ValueError(f"prompt {index}: {_text(row)}; a prompt is a list of one or more token numbers")
-    if not rows:
-        raise ValueError("there are no prompts: give a list with one or more rows of tokens")
+        if int(row.min()) < 0:
+            raise ValueError(f"prompt {index} has token {int(row.min())}: tokens are numbers from 0; leave padding out")
     return [row.long() for row in rows]
 
 
-def _real(index: int, row: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    kept = torch.as_tensor(mask).bool()
-    real = kept.nonzero().flatten()
+def _of_tokenizer(found: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the tokens and the mask of a tokenizer's dict."""
+    unread = set(found) - {"input_ids", "attention_mask", *_WITHOUT_EFFECT}
+    if not any(map(any, found.get("token_type_ids", ()))):  # they have an effect in few models, where they differ
+        unread -= {"token_type_ids"}
+    if "input_ids" not in found or unread:
+        raise ValueError(
+            f"prompts with {', '.join(map(repr, found))}: generation reads 'input_ids' and 'attention_mask' of a "
+            "tokenizer; leave the others out if the text does not depend on them"
+        )
+    return found["input_ids"], found.get("attention_mask")
+
+
+def _row(index: int, row: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"prompt {index} is {_short(row)}: {_ROWS}") from None
+
+
+def _real(index: int, row: torch.Tensor, mask: Any) -> torch.Tensor:
+    seen = _row(index, mask)
+    if seen.shape != row.shape or not bool(((seen == 0) | (seen == 1)).all()):
+        raise ValueError(
+            f"prompt {index}: the attention mask, {_text(seen)}, is not a 0 or 1 for each of {_text(row)}: give the "
+            "mask of the same call of the tokenizer"
+        )
+    real = seen.nonzero().flatten()
     if len(real) and len(real) != int(real[-1] - real[0]) + 1:
         raise ValueError(f"prompt {index}: the attention mask leaves out tokens between others, not padding at an end")
-    return row[kept]
+    return row[seen.bool()]
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.40}" if isinstance(value, (str, bytes, list, tuple)) else type(value).__name__
 
 
 def _refuse_padding(rows: Sequence[torch.Tensor], model: CachedModel) -> None:

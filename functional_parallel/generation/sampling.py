@@ -9,6 +9,7 @@ import torch
 
 from .. import random
 from ..draws import GOLDEN, numbers
+from ..quantities import is_non_negative, is_number, is_positive_int
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if not is_non_negative(self.temperature):
             raise ValueError(f"temperature={self.temperature!r}: it is 0 for the best token, or a positive number")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or int(self.top_k) != self.top_k or self.top_k < 1):
+        if self.top_k is not None and not is_positive_int(self.top_k):
             raise ValueError(f"top_k={self.top_k!r}: it is a number of tokens, 1 or more, or None for all")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p={self.top_p!r}: it is a probability above 0, or None for 1")
         if not self.temperature and not (self.top_k is self.top_p is None):
             raise ValueError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from threading import Barrier
 from typing import Any
 
 import optree
@@ -67,6 +69,26 @@ def test_each_program_is_traced_once_per_bucket(monkeypatch: pytest.MonkeyPatch)
     assert traces == {"16 of 128": 1, "1 of 128": 1}, "other parameters and prompts"
     made(PARAMS, [[7] * 18] * 4, max_new_tokens=90)
     assert traces == {"16 of 128": 1, "1 of 128": 1, "32 of 128": 1}, "longer prompts, the same cache"
+
+
+def test_threads_share_the_programs_of_a_generator(wanted: list[list[int]]) -> None:
+    traces, f = Counter[int](), gpt().cached_logits
+
+    def counted(params: Any, cache: Any, tokens: Tensor, positions: Tensor) -> Any:
+        traces[tokens.shape[1]] += 1
+        return f(params, cache, tokens, positions, gpt().Config(**CONFIG))
+
+    made, start = fp.Generator(counted, Mesh(data=1), cache=gpt().empty_cache), Barrier(4)
+
+    def work(number: int) -> list[list[int]]:
+        start.wait()
+        found: list[list[int]] = made(PARAMS, PROMPTS[number:] + PROMPTS[:number], max_new_tokens=12).tokens.tolist()
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(work, range(4)))
+    assert found == [wanted[number:] + wanted[:number] for number in range(4)]
+    assert traces == {16: 1, 1: 1}
 
 
 def test_the_cache_is_laid_out_like_keys_and_written_in_place() -> None:
@@ -176,6 +198,20 @@ def test_wrong_calls_are_refused() -> None:
         fp.Generator(forward, Mesh(data=1))
     with pytest.raises(ValueError, match=r"buckets=\(64, 32\): give ascending lengths"):
         generator(buckets=(64, 32))
+    for options, text in (
+        ({"eos": "a"}, "eos='a', pad=0: an end token or several, and a padding token, are numbers from 0"),
+        ({"eos": [1, 2.5]}, r"eos=\[1, 2.5\], pad=0"),
+        ({"pad": None}, "eos=None, pad=None"),
+        ({"pad": -1}, "eos=None, pad=-1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            generator(**options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"plan='zero3': give a transform such as fp.zero\(3, 'data'\)"):
+        generator(plan="zero3")
+    with pytest.raises(
+        TypeError, match=r"Generator takes a sharding_specs.Mesh, not str: write Mesh.parse\('data=1'\)"
+    ):
+        generator(mesh="data=1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="look_every=0: it is a number of steps"):
         generator(look_every=0)
     with pytest.raises(ValueError, match=r"local_sgd\(.*leaves ranks with different parameters"):
@@ -183,6 +219,12 @@ def test_wrong_calls_are_refused() -> None:
     made = generator(buckets=(8, 16))
     for prompts, new, message in (
         ([], 1, "there are no prompts"),
+        ("text", 1, "prompts='text': give a list with the tokens of each row, such as tokenizer"),
+        (["some", "texts"], 1, "prompt 0 is 'some': give a list with the tokens of each row"),
+        (None, 1, "prompts=NoneType: give a list"),
+        ([5, 6], 1, r"prompt 0: \(\) int64; a prompt is a list"),
+        (torch.zeros(2, 0).long(), 1, r"prompt 0: \(0,\) int64; a prompt is a list of one or more token numbers"),
+        ([[3], [4, -1]], 1, "prompt 1 has token -1: tokens are numbers from 0; leave padding out"),
         ([[1], []], 1, "prompt 1: .*; a prompt is a list of one or more token numbers"),
         ([[1.5]], 1, r"prompt 0: \(1,\) float32; a prompt is a list"),
         (torch.ones(3, dtype=torch.int64), 1, r"prompts of shape \(3,\): give rows of tokens"),
@@ -196,6 +238,10 @@ def test_wrong_calls_are_refused() -> None:
         (torch.arange(1), r"keys of 2 prompts: torch.int64 \(1,\); give an int64 tensor with a key per row"),
         (torch.arange(3), r"keys of 2 prompts: torch.int64 \(3,\)"),
         (torch.ones(2), r"keys of 2 prompts: torch.float32 \(2,\)"),
+        (torch.ones(2).int(), r"keys of 2 prompts: torch.int32 \(2,\)"),
+        ([1, 2], "keys of 2 prompts: list; give an int64 tensor"),
     ):
         with pytest.raises(ValueError, match=message):
             generator(temperature=1.0)(PARAMS, PROMPTS[:2], max_new_tokens=1, keys=keys)
+    with pytest.raises(ValueError, match=r"seed=1\.5: it is an integer, of which each row has a key; or give keys"):
+        made(PARAMS, PROMPTS[:2], max_new_tokens=1, seed=1.5)  # type: ignore[arg-type]

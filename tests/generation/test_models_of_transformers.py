@@ -12,6 +12,7 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel import cli
+from functional_parallel.interop.hugging_face.generation import _NOT_BUILT
 from sharding_specs import Mesh, rules
 
 from ..processes import run_on_processes
@@ -53,23 +54,32 @@ def test_fewer_heads_of_keys_than_ranks_are_replicated() -> None:
     assert len(cache) == 4 and not any(spec.axes for spec in cache)
 
 
-def test_a_model_is_priced_without_weights() -> None:
-    """Llama-3-8B in bfloat16: 32 rows and a cache of 4,096 tokens on eight ranks."""
-    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 8192}
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.every(2)
+def test_a_model_is_priced_without_weights(stages: int) -> None:
+    """Llama-3-70B in bfloat16: 32 rows and a cache of 4,096 tokens on eight ranks, or on two stages of eight."""
+    heads = {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "max_position_embeddings": 8192}
     with torch.device("meta"):
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**heads, **sizes)).to(torch.bfloat16)
     fn, params = fp.functional(model)
-    plan = fp.tensor_parallel("tensor", rules.for_model(model, mesh=Mesh(tensor=8)))
+    mesh = Mesh(tensor=8) if stages == 1 else Mesh(tensor=8, pipe=stages)
+    plan = fp.tensor_parallel("tensor", rules.for_model(model, mesh=mesh))
+    if stages > 1:
+        plan = fp.chain(plan, fp.pipeline("pipe", microbatches=2))
     began = time.process_time()
-    programs = fp.Generator(fn, Mesh(tensor=8), plan).lower(params, rows=32, prompt=2000, max_new_tokens=2048)
-    assert time.process_time() - began < 15
-    decode = programs["decode"]
-    held = sum(x.numel() for x in params.values()) * 2 / 8
-    cache = 2 * 32 * 32 * 8 * 128 * 4096 * 2 / 8
+    programs = fp.Generator(fn, mesh, plan).lower(params, rows=32, prompt=2000, max_new_tokens=2048)
+    assert time.process_time() - began < 15 * stages
+    prefill, decode = programs["prefill"], programs["decode"]
+    held = sum(x.numel() for x in params.values()) * 2 / 8 / stages
+    cache = 2 * 80 * 32 * 8 * 128 * 4096 * 2 / 8 / stages
     assert held + cache < decode.memory().peak < 1.05 * (held + cache)
-    assert decode.counts() == {("psum", ("tensor",)): 65, ("all_gather", ("tensor",)): 1}
-    assert 0.005 < decode.price("h100").seconds < 0.02
+    assert decode.memory().peak < prefill.memory().peak < 1.5 * (held + cache)
+    if stages == 1:
+        assert decode.counts() == {("psum", ("tensor",)): 161, ("all_gather", ("tensor",)): 1}
+    assert (held + cache) / 3.35e12 < decode.price("h100").seconds < 0.06, "above reading memory once"
+    flops = 2 * 70e9 * 32 * 2000 / 8 / stages
+    assert flops / 989e12 < prefill.price("h100").seconds < 10 * flops / 989e12
 
 
 def _on_a_rank(rank: int, family: str, kind: str) -> Tensor:
@@ -122,6 +132,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bad words": ({"bad_words_ids": [[3]]}, r"bad_words_ids=\[\[3\]\]"),
     "first token": ({"forced_bos_token_id": 1}, "forced_bos_token_id=1"),
     "least length": ({"min_new_tokens": 3}, "min_new_tokens=3"),
+    "prompts that change": ({"token_healing": True}, "token_healing=True"),
 }
 
 
@@ -134,12 +145,76 @@ def test_options_that_would_change_the_text_are_refused_by_name(case: str) -> No
         fp.Generator(model, Mesh(data=1))
 
 
-def test_other_states_than_keys_and_values_are_refused_by_name() -> None:
-    config = transformers.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(ValueError, match=r"MambaForCausalLM keeps another state than keys and values \(.*mamba"):
-        fp.Generator(transformers.MambaForCausalLM(config), Mesh(data=1))
+WITHOUT_EFFECT = {
+    *("max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p"),  # arguments here
+    *("early_stopping", "length_penalty", "low_memory"),  # of beams
+    *("renormalize_logits", "remove_invalid_values"),  # of processors, and of scores that are not finite
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
+    *("assistant_ensemble_weight", "speculation_type"),  # of an assistant, which is an argument of generate
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),  # read elsewhere
+    *("compile_config", "disable_compile", "continuous_batching_config", "_from_model_config", "transformers_version"),
+}
+
+
+def test_every_option_of_transformers_is_known() -> None:
+    options = transformers.GenerationConfig().to_dict()
+    assert not set(options) - WITHOUT_EFFECT - set(_NOT_BUILT), "refuse them, or note why they change no text"
+
+
+@pytest.mark.parametrize("option", ["num_beams", "logits_processor", "repetition_penalty", "do_sample", "max_length"])
+def test_arguments_of_transformers_are_explained(option: str) -> None:
+    model = model_of("Llama")
+    wanted = {"do_sample": "give temperature=", "max_length": "give it to the call, max_new_tokens=3"}
+    with pytest.raises(TypeError, match=f"Generator has no argument {option}: {wanted.get(option, 'it is not built')}"):
+        fp.generate(model, dict(fp.functional(model)[1]), PROMPTS, Mesh(data=1), max_new_tokens=1, **{option: 3})
+
+
+OTHER_STATES: dict[str, dict[str, Any]] = {
+    "Mamba": {"hidden_size": 16, "state_size": 4},
+    "Mamba2": {"hidden_size": 16, "state_size": 4, "num_heads": 4, "head_dim": 8},
+    "FalconMamba": {"hidden_size": 16, "state_size": 4},
+    "RecurrentGemma": {"hidden_size": 16, "num_attention_heads": 2, "lru_width": 16, "intermediate_size": 32},
+    "Rwkv": {"hidden_size": 16, "attention_hidden_size": 16},
+}
+
+
+@pytest.mark.parametrize("family", OTHER_STATES)
+def test_other_states_than_keys_and_values_are_refused_by_name(family: str) -> None:
+    layers = 3 if family == "RecurrentGemma" else 2
+    config = getattr(transformers, f"{family}Config")(vocab_size=32, num_hidden_layers=layers, **OTHER_STATES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(
+        ValueError, match=rf"{family}ForCausalLM keeps another state than keys and values \(.*\), which"
+    ):
+        fp.Generator(model, Mesh(data=1))
+
+
+def test_models_that_do_not_generate_are_refused() -> None:
     with pytest.raises(ValueError, match="Linear is not a model of transformers that generates"):
         fp.Generator(torch.nn.Linear(2, 2), Mesh(data=1))
+    encoder = transformers.BertModel(transformers.BertConfig(vocab_size=32, hidden_size=24, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="BertModel is not a model of transformers that generates"):
+        fp.Generator(encoder, Mesh(data=1))
+
+
+@pytest.mark.parametrize("kind", ["StaticCache", "DynamicCache"])
+def test_caches_of_transformers_are_refused_by_name(kind: str) -> None:
+    model = model_of("Mistral")
+    fn, params = fp.functional(model)
+
+    def cache(params: Any, rows: int, length: int) -> Any:
+        named = {"max_cache_len": length} if kind == "StaticCache" else {}
+        return getattr(transformers, kind)(config=model.config, **named)
+
+    def f(params: Any, cache: Any, tokens: Tensor, positions: Tensor) -> Any:
+        return fn(params, input_ids=tokens, position_ids=positions, past_key_values=cache).logits, cache
+
+    generator = fp.Generator(f, Mesh(data=1), cache=cache)
+    with pytest.raises(ValueError, match=rf"cache\(params, 1, 32\) has a {kind}: a cache is a tree of tensors"):
+        generator(params, [[3, 4]], max_new_tokens=3)
 
 
 def test_prompts_that_the_model_cannot_read_are_refused() -> None:
@@ -153,9 +228,31 @@ def test_prompts_that_the_model_cannot_read_are_refused() -> None:
     model.config.pad_token_id = 0
     with pytest.raises(ValueError, match=r"prompt 1 is padded on the right with token 0.*attention_mask"):
         generator(params, torch.tensor([[5, 6], [7, 0]]), max_new_tokens=1)
-    with pytest.raises(ValueError, match="prompt 0: the attention mask leaves out tokens between others"):
-        generator(params, {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 0, 1]]}, max_new_tokens=1)
-    padded = {"input_ids": torch.tensor([[5, 6], [7, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
+    masked: list[tuple[Any, str]] = [
+        ([[1, 0, 1]], "prompt 0: the attention mask leaves out tokens between others"),
+        ([[1, 1]], r"prompt 0: the attention mask, \(2,\) int64, is not a 0 or 1 for each of \(3,\) int64"),
+        ([[1, 1, 1, 1]], r"prompt 0: the attention mask, \(4,\) int64"),
+        (torch.ones(1, 1, 3), r"prompt 0: the attention mask, \(1, 3\) float32"),
+        ([[-1e9, 0.0, 0.0]], r"prompt 0: the attention mask, \(3,\) float32, is not a 0 or 1"),
+        ([[1, 1, 1]] * 2, "1 prompts and an attention mask of 2 rows: give it a row per prompt"),
+        ([[0, 0, 0]], r"prompt 0: \(0,\) int64; a prompt is a list of one or more token numbers"),
+    ]
+    for mask, message in masked:
+        with pytest.raises(ValueError, match=message):
+            generator(params, {"input_ids": [[5, 6, 7]], "attention_mask": mask}, max_new_tokens=1)
+    for others in ({"pixel_values": torch.ones(1)}, {"token_type_ids": [[0, 0, 1]]}, {"inputs_embeds": [[[0.0]]]}):
+        with pytest.raises(ValueError, match=rf"prompts with 'input_ids', '{next(iter(others))}': generation reads"):
+            generator(params, {"input_ids": [[5, 6, 7]], **others}, max_new_tokens=1)
+    with pytest.raises(ValueError, match="prompts with 'tokens': generation reads 'input_ids' and 'attention_mask'"):
+        generator(params, {"tokens": [[5, 6, 7]]}, max_new_tokens=1)
+    side = torch.tensor([[5, 6], [0, 7]])
+    with pytest.raises(ValueError, match=r"prompt 1 is padded on the left with token 0.*attention_mask"):
+        generator(params, side, max_new_tokens=1)
+    padded = {
+        "token_type_ids": torch.zeros(2, 2),
+        "input_ids": torch.tensor([[5, 6], [7, 0]]),
+        "attention_mask": torch.tensor([[1, 1], [1, 0]]),
+    }
     assert torch.equal(
         generator(params, padded, max_new_tokens=2).tokens, generator(params, [[5, 6], [7]], max_new_tokens=2).tokens
     )

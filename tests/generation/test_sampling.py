@@ -96,6 +96,10 @@ def test_without_a_temperature_the_best_token_is_taken() -> None:
     ("options", "message"),
     [
         ({"temperature": -1.0}, r"temperature=-1.0: it is 0 for the best token, or a positive number"),
+        ({"temperature": "hot"}, "temperature='hot': it is 0 for the best token"),
+        ({"temperature": 1.0, "top_k": "all"}, "top_k='all': it is a number of tokens"),
+        ({"temperature": 1.0, "top_k": 2.0}, "top_k=2.0: it is a number of tokens"),
+        ({"temperature": 1.0, "top_p": "0.9"}, "top_p='0.9': it is a probability above 0"),
         ({"temperature": 1.0, "top_k": 0}, r"top_k=0: it is a number of tokens, 1 or more"),
         ({"temperature": 1.0, "top_p": 1.5}, r"top_p=1.5: it is a probability above 0"),
         ({"top_k": 3}, "temperature=0 draws none: give a temperature"),

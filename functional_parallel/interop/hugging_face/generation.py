@@ -34,7 +34,9 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {  # options of a generation_config,
     **dict.fromkeys(("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "force_words_ids"), (None,)),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "constraints"), (None, [], {})),
     **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "dola_layers"), (None,)),
-    **dict.fromkeys(("prompt_lookup_num_tokens", "stop_strings", "max_time", "top_h", "use_mtp"), (None, False)),
+    **dict.fromkeys(
+        ("prompt_lookup_num_tokens", "stop_strings", "max_time", "top_h", "use_mtp", "token_healing"), (None, False)
+    ),
 }
 
 
