@@ -6,12 +6,22 @@ from .adagrad import AdagradState, adagrad
 from .adamw import AdamWState, adam, adamw, scale_by_adam
 from .by_path import ByPathState, PathSet, by_path
 from .chain import ChainState, Transformation, add_decayed_weights, chain, scale_by_learning_rate
+from .delayed import delayed
 from .ema import ema
 from .host_rates import counted_on_host
 from .lamb import LambState, lamb
 from .lion import LionState, lion, scale_by_lion
 from .muon import MuonState, muon
-from .optimizer import EMAState, Optimizer, Schedule, clip_value, is_declared_elementwise, rates, scheduled_rates
+from .optimizer import (
+    DelayedState,
+    EMAState,
+    Optimizer,
+    Schedule,
+    clip_value,
+    is_declared_elementwise,
+    rates,
+    scheduled_rates,
+)
 from .sgd import SGDState, sgd, trace
 from .state_trees import like_params, tree_map_of_params, tree_map_params
 
@@ -21,6 +31,7 @@ __all__ = [
     "AdamWState",
     "ByPathState",
     "ChainState",
+    "DelayedState",
     "EMAState",
     "Factored",
     "LambState",
@@ -39,6 +50,7 @@ __all__ = [
     "chain",
     "clip_value",
     "counted_on_host",
+    "delayed",
     "ema",
     "lamb",
     "lion",

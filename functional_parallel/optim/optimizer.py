@@ -68,6 +68,14 @@ class EMAState(NamedTuple):
     average: PyTree  # like params
 
 
+class DelayedState(NamedTuple):
+    """State of `delayed`."""
+
+    step: torch.Tensor  # () number of gradients that were taken
+    inner: PyTree  # of the optimizer
+    gradient: PyTree  # of the last step, like params
+
+
 class Row(tuple[PyTree, ...]):
     """Constants of one parameter: a leaf of a tree, which a plain tuple is not."""
 
@@ -136,7 +144,8 @@ def scheduled_rates(optimizer: Optimizer, state: PyTree) -> PyTree:
     """Return the scheduled rates of the next update, in the tree of `optimizer.lr`, with None for constant rates."""
 
     def of(lr: PyTree, state: PyTree) -> PyTree:
-        state = state.inner if isinstance(state, EMAState) else state
+        while isinstance(state, (EMAState, DelayedState)):
+            state = state.inner
         if isinstance(lr, Mapping):
             return {pattern: of(each, state.groups[pattern]) for pattern, each in lr.items()}
         return learning_rate(lr, state.step) if callable(lr) else None
