@@ -49,6 +49,7 @@ class NodeInfo(NamedTuple):
     updated_output: int | None = None  # for an input, the number of the output with its new value
     role: Role | None = None  # what the op moves, if it is a parameter or of one
     parameters: tuple[str, ...] = ()  # for an op with a role, the paths of the parameters
+    runs: tuple[int, ...] = ()  # for a bucket, the number of elements of each value, on one of the ranks of a scatter
     used_at: Source | None = None  # for an op with a role, the line of the model that uses the parameter
     copy: tuple[int, int] | None = None  # for an op of a repeated layer, the number of its body and of the copy
     trained: bool | None = None  # whether a gradient reaches the parameter. None if no gradient was requested

@@ -3,6 +3,7 @@
 from . import attention, ctc, grouped, keyed_draws  # their imports register their ops
 from .adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_formula, adamw_of_one
 from .attention_kernels import attention_notes
+from .block_quantiser import IDENTITY, WIRE_FORMATS, BlockFormat, block_format
 from .constrain import OP as CONSTRAIN
 from .constrain import constrain, refuse_idle
 from .marks import define_marker
@@ -20,3 +21,4 @@ from .to_memory import (
     memory_now,
     to_memory,
 )
+from .wire import DEQUANTISE, DEQUANTISE_SUM, QUANTISE, wire_bytes

@@ -9,6 +9,7 @@ from .buckets import Buckets
 from .budget import RematToBudget
 from .casts import CastBeforeGather, WidenedAndNarrowed
 from .cheap import RecomputeCheap
+from .compressed import WireFormats
 from .early_reductions import EarlyReductions
 from .gather_again import GatherAgain
 from .gathers import GatherPlacement

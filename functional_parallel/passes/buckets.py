@@ -205,11 +205,11 @@ class _Bucket:
         if not following:
             return sent, 0
         aval, length = info(sent).aval, sum(info(member).aval.numel for member in group)
-        own = replace(aval, shape=(length,))
+        own, runs = replace(aval, shape=(length,)), tuple(info(member).aval.numel for member in group)
         if length < aval.numel:
             sent = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), group[0], own)
         for each in following:
-            sent = traced.emit(replace(the_call(each), operand=sent), info(each)._replace(val=own))
+            sent = traced.emit(replace(the_call(each), operand=sent), info(each)._replace(val=own, runs=runs))
         return sent, offset
 
     def _collective(self, traced: Traced, call: CollectiveCall, ranks: int) -> fx.Node:
@@ -222,7 +222,8 @@ class _Bucket:
         packed = _write(traced, PACK, (values, parts, dims), values[0], replace(aval, shape=(total,)))
         size = {"psum": total, "psum_scatter": total // ranks, "all_gather": total * ranks}[call.kind]
         paths = dict.fromkeys(path for member in self.members for path in info(member).parameters)
-        known = info(first)._replace(val=replace(aval, shape=(size,)), parameters=tuple(paths))
+        runs = tuple(info(value).aval.numel // parts for value in values)
+        known = info(first)._replace(val=replace(aval, shape=(size,)), parameters=tuple(paths), runs=runs)
         return traced.emit(_of_bucket(call, packed), known)
 
 

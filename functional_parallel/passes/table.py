@@ -7,6 +7,7 @@ from .buckets import Buckets
 from .budget import RematToBudget
 from .casts import CastBeforeGather, WidenedAndNarrowed
 from .cheap import RecomputeCheap
+from .compressed import Compressed, WireFormats
 from .early_reductions import EarlyReductions
 from .fused_views import FusedViews
 from .gather_again import GatherAgain
@@ -52,11 +53,13 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (GatherPlacement, "`zero(3, …)`"),
     (EarlyReductions, "every program"),
     (RecomputeCheap, "every program"),
+    (WireFormats, "`compress`"),
     (Buckets, "`bucket=`"),
     (InPlaceUpdates, "donated state"),
     (RunningSums, "`pipeline`"),
     (AddedProducts, "donated state, `pipeline`"),
     (FusedViews, "every program"),
+    (Compressed, "`compress`"),
 )
 _POSITION = {each: number for number, (each, _) in enumerate(PASSES)}
 

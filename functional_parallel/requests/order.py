@@ -9,14 +9,24 @@ class Order(IntEnum):
     PRECISION = 0
     TENSOR = 1
     DATA = 2
-    MEMORY = 3
-    ACCUMULATE = 4
-    PIPELINE = 5
-    REPLICAS = 6
+    COMPRESS = 3
+    MEMORY = 4
+    ACCUMULATE = 5
+    PIPELINE = 6
+    REPLICAS = 7
 
     @property
     def words(self) -> str:
         return _WORDS[self]
 
 
-_WORDS = ("precision and remat", "tensor and sequence", "zero / data", "offload", "accumulate", "pipeline", "local SGD")
+_WORDS = (
+    "precision and remat",
+    "tensor and sequence",
+    "zero / data",
+    "compress",
+    "offload",
+    "accumulate",
+    "pipeline",
+    "local SGD",
+)

@@ -3,6 +3,7 @@
 from ..requests import LossScale
 from .accumulate import accumulate
 from .argument_specs import matched
+from .compress import compress
 from .from_specs import from_specs
 from .local_sgd import diloco, local_sgd
 from .offload import offload

@@ -134,7 +134,7 @@ def chain(*transforms: Transform | Plan) -> Plan:
 
     Args:
         transforms: transforms or chains of them, in the order precision and remat, tensor and sequence, zero / data,
-            offload, accumulate, pipeline, local SGD.
+            compress, offload, accumulate, pipeline, local SGD.
 
     Raises:
         TypeError: if an argument is not a transform.
