@@ -67,6 +67,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "LocalFunction",
         "data_parallel",
         "zero",
+        "compress",
         "tensor_parallel",
         "pipeline",
         "accumulate",

@@ -56,11 +56,17 @@ class BlockFormat:
     def quantised(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return the integers of blocks, which are the last dim, in int8, and the scales, whose last dim is 1."""
         wide = blocks if blocks.dtype == torch.float64 else blocks.float()
-        largest = wide.abs().amax(-1, keepdim=True)
+        scale = self.scale(wide.abs().amax(-1, keepdim=True))
+        return self.integers_of(wide, scale), scale
+
+    def scale(self, largest: Tensor) -> Tensor:
+        """Return the float32 scale of a block from its largest absolute value; NaN if that is not finite."""
         scale = (largest * (_INWARD / self.largest)).float().clamp(min=_SMALLEST)
-        scale = torch.where(torch.isfinite(scale), scale, torch.nan)
-        integers = (wide / scale).round().clamp(-self.largest, self.largest)
-        return torch.nan_to_num(integers).to(torch.int8), scale
+        return torch.where(torch.isfinite(scale), scale, torch.nan)
+
+    def integers_of(self, x: Tensor, scale: Tensor) -> Tensor:
+        integers = (x / scale).round().clamp(-self.largest, self.largest)
+        return torch.nan_to_num(integers).to(torch.int8)
 
 
 @lru_cache

@@ -31,7 +31,8 @@ class compress(Transform):
     >>> w, x = torch.randn(1024, 64), torch.randn(8, 1024)
     >>> plan = fp.chain(fp.zero(3, "data"), fp.compress("data"))
     >>> step = fp.compile(fp.grad(plan(loss)), Mesh(data=2))
-    >>> (step(w, x) - torch.func.grad(loss)(w, x)).abs().max() < 0.01
+    >>> exact = torch.func.grad(loss)(w, x)
+    >>> (step(w, x) - exact).norm() < 0.2 * exact.norm()
     tensor(True)
     >>> step.program.bytes_sent()   # float32 sends 131072 bytes for each; a block of 64 has a scale of 4 bytes
     {('all_gather', ('data',)): 34816, ('all_to_all', ('data',)): 18432}

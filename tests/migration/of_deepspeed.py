@@ -22,7 +22,7 @@ from .checks import (
     trained,
     trains,
 )
-from .names import loss, params, x, y
+from .names import adamw, loss, params, x, y
 from .of_fsdp2 import gathers_earlier, keeps_small_parameters
 from .row import Row
 
@@ -53,6 +53,12 @@ def one_bucket(_: object) -> bool:
 
 def same_moments(optimizer: fp.optim.Optimizer) -> bool:
     return same_loop(fp.train_step(loss, optimizer, DATA, fp.data_parallel("data")))
+
+
+def sends_bytes(plan: Any) -> bool:
+    """Parameters and gradients are sent as bytes."""
+    program = fp.train_step(loss, adamw, Mesh(node=2, local=2), plan).lower(params, x, y)
+    return all(one.operand.dtype == torch.uint8 for one in program.collectives() if one.parameters)
 
 
 def repeats_product(f: Any) -> bool:
@@ -120,9 +126,15 @@ ROWS = [
     ),
     Row(
         '"zero_hpz_partition_size": 2',
-        'fp.chain(fp.zero(3, "shard"), fp.zero(1, "replica"))',
-        trains(Mesh(replica=2, shard=2)),
-        "Nearest equivalent: parameters are sharded over one axis, and optimizer state over both.",
+        'fp.chain(fp.zero(3, "local"), fp.zero(3, "node", keep_gathered=True))',
+        trains(Mesh(node=2, local=2)),
+        "Secondary shards: the backward gathers over the fast axis alone.",
+    ),
+    Row(
+        '"zero_quantized_weights": true\n"zero_quantized_gradients": true',
+        'fp.chain(fp.zero(3, "local"), fp.zero(3, "node"), fp.compress(("node", "local")))',
+        sends_bytes,
+        "Gathers in int8, sums in int4, with a scale per block of 64. Any number of ranks and any shape.",
     ),
     Row(
         '"gradient_accumulation_steps": 4',
@@ -218,7 +230,6 @@ ROWS = [
         'fp.partition_activations("tensor")',
         splits_activations,
     ),
-    Row('"zero_quantized_weights": true\n"zero_quantized_gradients": true', limit="quantised communication"),
     Row('"optimizer": {"type": "onebitadam"}', limit="compressed gradients"),
     Row('"sparse_gradients": true', limit="sparse gradients"),
 ]
