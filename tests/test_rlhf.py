@@ -177,7 +177,7 @@ def test_a_run_goes_on_from_its_checkpoints(script: str, tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("one_layer")
 def test_parameters_move_to_the_layout_of_generation_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six tokens cost one move, of what a rank lacks: three quarters under ZeRO-3. Simulated ranks share what is equal."""
+    """Six tokens cost one move, of what a rank lacks: three quarters under ZeRO-3."""
     import gpt
     import rlhf
 
