@@ -24,7 +24,7 @@ from .. import random
 from ..functions import PyTree
 from ..quantities import is_positive_int
 from ..stateful import Sharded, brought, own_shards, with_rows
-from .generate import Generator, evaluated, parameters
+from .generate import Generator, evaluated
 from .prompts import Prompts, rows_of
 
 _SPARE = 4  # rows move after at least length / 4 steps
@@ -87,7 +87,7 @@ class ContinuousBatch:
 
     def __init__(self, generator: Generator, params: PyTree, *, rows: int, length: int, seed: int = 0) -> None:
         self.generator, self.rows, self.length, self._key = generator, rows, length, random.key(seed)
-        self._model, params = generator.model, parameters(params)
+        self._model, params = generator.model, generator.parameters(params)
         self._seats, self._blocks = generator.rows_together(1), generator.data_ranks
         self._require(rows, length)
         room = generator.buckets.at_least(length + length // _SPARE, "a cache")

@@ -26,7 +26,7 @@ from ..transforms import Plan, Transform
 from .cached_model import cached_model
 from .prompts import LengthBuckets, Prompts, rows_of
 from .sampling import Sampling
-from .serving import data_axes, is_pipelined, microbatches_of, serving_plan, without_single_ranks
+from .serving import data_axes, is_pipelined, microbatches_of, serving_plan, stored_by, without_single_ranks
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Generator:
         if not isinstance(keys, torch.Tensor) or keys.shape != (len(rows),) or keys.dtype != torch.int64:
             found = f"{keys.dtype} {tuple(keys.shape)}" if isinstance(keys, torch.Tensor) else type(keys).__name__
             raise ValueError(f"keys of {len(rows)} prompts: {found}; give an int64 tensor with a key per row")
-        params, (batch, length) = parameters(params), self._batch(rows, max_new_tokens, keys)
+        params, (batch, length) = self.parameters(params), self._batch(rows, max_new_tokens, keys)
         with self.lock, evaluated(self.model.module):
             programs = self.programs_for(params, batch, length)
             weights = programs.weights(params)
@@ -193,12 +193,12 @@ class Generator:
             params: parameters, which may be on the meta device.
             rows, prompt, max_new_tokens: numbers of rows, of tokens of the longest prompt, and of new tokens.
         """
-        self.programs_for(parameters(params), *self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens))
+        self.programs_for(self.parameters(params), *self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens))
         return self.programs()
 
     def hold(self, params: PyTree, *, rows: int = 1, prompt: int = 2, max_new_tokens: int = 1) -> Sharded:
         """Return parameters in the layout of generation, for several calls with them. Arguments are as for `lower`."""
-        params, given = parameters(params), self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens)
+        params, given = self.parameters(params), self._batch([torch.zeros(prompt).long()] * rows, max_new_tokens)
         with self.lock:
             return self.programs_for(params, *given).weights(params)
 
@@ -208,6 +208,10 @@ class Generator:
         return {name: list(each.values())[-1].program for name, each in found.items() if each}
 
     # --- the programs ---
+
+    def parameters(self, params: PyTree) -> PyTree:
+        """Return the parameters of a training state, or those given, in the dtypes that the plan stores."""
+        return stored_by(self.plan, parameters_of(params) if isinstance(params, TrainState) else params)
 
     def _batch(
         self, rows: list[torch.Tensor], new: int, keys: torch.Tensor | None = None
@@ -300,10 +304,6 @@ def generate(
     """
     generator = Generator(fn, mesh, plan, **options)
     return generator(params, prompts, max_new_tokens=max_new_tokens, seed=seed, keys=keys)
-
-
-def parameters(params: PyTree) -> PyTree:
-    return parameters_of(params) if isinstance(params, TrainState) else params
 
 
 def _end_tokens(module: Any, eos: int | Sequence[int] | None) -> tuple[int, ...]:

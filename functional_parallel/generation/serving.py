@@ -10,9 +10,20 @@ import optree
 
 from sharding_specs import Mesh, P
 
-from ..functions import LocalFunction, SpecTree, as_local_function
-from ..requests import Order
-from ..transforms import Transform, chain, data_parallel, local_sgd, pipeline, remat, tensor_parallel, zero
+from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
+from ..requests import Order, StoredType
+from ..stateful import Sharded
+from ..transforms import (
+    Transform,
+    chain,
+    data_parallel,
+    local_sgd,
+    mixed_precision,
+    pipeline,
+    remat,
+    tensor_parallel,
+    zero,
+)
 
 
 def serving_plan(plan: Any, state: SpecTree = None, *, arguments: int = 1) -> Callable[..., LocalFunction]:
@@ -32,6 +43,14 @@ def serving_plan(plan: Any, state: SpecTree = None, *, arguments: int = 1) -> Ca
     kept = [_served(each, state, arguments) for each in ([] if plan is None else plan.transforms)]
     served = chain(*(each for each in kept if each is not None))
     return lambda f: as_local_function(served(f))
+
+
+def stored_by(plan: Any, params: PyTree) -> PyTree:
+    """Return parameters in the dtypes of a plan with mixed precision, so that no step casts them."""
+    stored = serving_plan(plan)(lambda params: params).applied.last(StoredType)
+    if stored is None:
+        return params
+    return params.cast(stored.stored(params.shapes)) if isinstance(params, Sharded) else stored.stored(params)
 
 
 def without_single_ranks(plan: Any, mesh: Mesh) -> Any:
@@ -66,6 +85,8 @@ def _served(transform: Transform, state: SpecTree, arguments: int) -> Transform 
             f"{transform.name} leaves ranks with different parameters; generate with a plan without it, from "
             "train.params(state)"
         )
+    if isinstance(transform, mixed_precision):  # the cache has the dtypes that the model gives it
+        return replace(transform, inputs="fp32", results=transform.compute)
     if isinstance(transform, tensor_parallel):
         return replace(transform, batch=_batch(state, transform.axis, P(), arguments))
     if isinstance(transform, (zero, data_parallel)):

@@ -187,6 +187,22 @@ class Sharded(Held):
         """Copy the tree into separate memory. Calls that donate this one do not change the copy."""
         return Sharded(copied(self.handles), self.shapes, self._specs, self._runtime, self._stacks)
 
+    def cast(self, like: PyTree) -> Sharded:
+        """Return the tree in the dtypes of another one. Each rank casts its shards. Stacked layers stay as they are."""
+        dtypes = [x.dtype if isinstance(x, torch.Tensor) else None for x in optree.tree_leaves(like)]
+        old = [x.dtype if isinstance(x, torch.Tensor) else None for x in optree.tree_leaves(self.shapes)]
+        if dtypes == old or self._stacks is not None:
+            return self
+        runtime = self.runtime()
+
+        def handle(x: Any, spec: P, dtype: torch.dtype | None) -> Any:
+            if dtype is None:
+                return x
+            return runtime.assemble(spec, runtime.where(x), lambda rank: runtime.shard_of(x, spec, rank).to(dtype))
+
+        handles = map(handle, self.handles, self._specs, dtypes)
+        return Sharded(tuple(handles), optree.tree_map(without_memory, like), self._specs, self._runtime)
+
     def relayout(self, specs: SpecTree = None, mesh: Mesh | None = None) -> Sharded:
         """Move the tree into another layout. No rank holds a full leaf, unless it is replicated. This one stays usable.
 

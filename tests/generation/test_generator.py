@@ -115,6 +115,41 @@ def test_the_peak_is_parameters_and_cache() -> None:
     assert held + cache < program.memory().peak < 1.05 * (held + cache)
 
 
+@pytest.mark.parametrize(("mesh", "plan"), [(Mesh(data=2), [fp.zero(3, "data")]), (Mesh(tensor=2), [TENSOR])])
+def test_mixed_precision_holds_parameters_and_cache_in_its_dtype(mesh: Mesh, plan: list[Any]) -> None:
+    config = gpt().Config(layers=2, embed=64, heads=4, vocab=64)
+    params, _ = split(gpt().init(config))
+    f, plan = partial(gpt().cached_logits, config=config), [fp.mixed_precision("bf16"), *plan]
+    made = fp.Generator(f, mesh, fp.chain(*plan), cache=gpt().empty_cache, buckets=(16, 1024))
+    made(params, PROMPTS, max_new_tokens=2)
+    program = made.programs()["decode"]
+    dtypes = {info(node).aval.dtype for node in program.traced.inputs if info(node).aval.dtype.is_floating_point}
+    assert dtypes == {torch.bfloat16}
+    assert sum(" = scatter_" in line for line in program.lines()) == 2 * config.layers
+    rows, ways = (2, 1) if "data" in mesh.axis_names else (4, 2)
+    held = sum(info(node).aval.nbytes for node in program.traced.inputs if info(node).path.startswith("0/"))
+    cache = 2 * config.layers * rows * config.embed // ways * 1024 * 2
+    assert held <= sum(x.numel() for x in optree.tree_leaves(params)) * 2
+    assert held + cache < program.memory().peak < 1.05 * (held + cache)
+
+
+def test_parameters_of_any_kind_are_cast_once() -> None:
+    mesh, plan = Mesh(data=2), fp.chain(fp.mixed_precision("bf16", keep="norm"), fp.zero(3, "data"))
+    params = parameters(torch.float32)[0]
+    train = fp.train_step(partial(gpt().loss, config=gpt().Config(**CONFIG)), fp.optim.sgd(0.0), mesh, plan)
+    held = fp.Sharded.of(params, mesh, optree.tree_map(lambda x: P("data") if x.ndim > 1 else P(), params))
+    made = generator(mesh, plan)
+    texts = [made(each, PROMPTS, max_new_tokens=6).tokens.tolist() for each in (params, held, train.init(params))]
+    assert texts[0] == texts[1] == texts[2]
+    program = made.programs()["decode"]
+    known = {info(node).path: info(node).aval.dtype for node in program.traced.inputs}
+    assert known["0/norm"] is torch.float32 and known["0/head"] is known["1/cache/0/0"] is torch.bfloat16
+    drift = fp.testing.same_logits(
+        fp.compile(plan(forward), mesh), made, params, torch.randint(0, 32, (2, 8)), tolerance=1e9
+    )
+    assert drift < 0.05 * float(forward(params, torch.arange(8)[None]).std())
+
+
 def test_each_stage_peaks_at_its_parameters_and_cache() -> None:
     config = gpt().Config(layers=2, embed=64, heads=4, vocab=64)
     params, _ = split(gpt().init(config))

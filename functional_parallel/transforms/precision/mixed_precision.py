@@ -54,6 +54,8 @@ class mixed_precision(Transform):
         inputs: the dtype of floating tensors of the batch at the start of the function: `compute`, the default, or
             "fp32", which does not cast them. Use "fp32" for targets in the thousands, for example, because bfloat16 has
             three digits. Products of them are still in low precision.
+        results: the dtype of floating results: "fp32", or `compute`, which does not cast them, as for a cache that is
+            read again.
         reduce: the dtype in which gradients of parameters are summed over ranks: "fp32", "bf16" or "fp16".
         masters: whether `train_step` keeps float32 masters. `train.params(state)` then returns these. False trains in
             the compute dtype alone: parameters, optimizer state and updates are rounded to it.
@@ -71,6 +73,7 @@ class mixed_precision(Transform):
     islands: Iterable[str | Callable[..., Any]] = ()
     params: str | None = None
     inputs: str | None = None
+    results: str = "fp32"
     reduce: str = "fp32"
     masters: bool = True
     loss_scale: LossScale | float | str | None = "auto"
@@ -85,6 +88,7 @@ class mixed_precision(Transform):
         _type(compute, "compute", ("bf16", "fp16"))
         for argument in ("params", "inputs"):
             _type(compute if getattr(self, argument) is None else getattr(self, argument), argument, (compute, "fp32"))
+        _type(self.results, "results", (compute, "fp32"))
         _type(self.reduce, "reduce", ("fp32", "bf16", "fp16"))
         functions_named(self.islands)
         _rules(self.loss_scale, compute)
@@ -103,6 +107,8 @@ class mixed_precision(Transform):
             batch, statistics = tuple(arg for arg, _ in cast_args), [x for _, found in cast_args for x in found]
             with PrecisionMode(dtype, [*kept, *statistics], islands):
                 result, specs = f.run(resolved, leaves, *batch)
+            if self.results == self.compute:
+                return result, specs
             wide = optree.tree_map(lambda x: x.float() if is_floating(x) and x.dtype == dtype else x, result)
             return wide, specs
 
