@@ -9,6 +9,7 @@ from .casts import CastBeforeGather, WidenedAndNarrowed
 from .cheap import RecomputeCheap
 from .compressed import Compressed, WireFormats
 from .early_reductions import EarlyReductions
+from .folded_products import FoldedProducts
 from .fused_views import FusedViews
 from .gather_again import GatherAgain
 from .gathers import GatherPlacement
@@ -58,6 +59,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (InPlaceUpdates, "donated state"),
     (RunningSums, "`pipeline`"),
     (AddedProducts, "donated state, `pipeline`"),
+    (FoldedProducts, "every program"),
     (FusedViews, "every program"),
     (Compressed, "`compress`"),
 )
