@@ -38,6 +38,7 @@ from .configs import (
 ADAM, LAMB = {TYPE: "Adam", f"{PARAMS}weight_decay": 0.5}, {TYPE: "Lamb"}
 MOMENTUM = {f"{PARAMS}momentum": 0.9}
 WHOLE = {STAGE: 3, "zero_optimization.stage3_param_persistence_threshold": 0}
+OFFLOADED = {STAGE: 3, "zero_optimization.offload_optimizer.device": "cpu"}
 COSINE = WARMUP | {SCHEDULER: "WarmupCosineLR", f"{OF_SCHEDULER}total_num_steps": 8}
 DECAYING = CYCLE | {f"{OF_SCHEDULER}decay_lr_rate": 0.5, f"{OF_SCHEDULER}decay_step_size": 2}
 TEST = {SCHEDULER: "LRRangeTest", f"{OF_SCHEDULER}lr_range_test_step_size": 4}
@@ -70,6 +71,9 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "zero_optimization.stage3_prefetch_bucket_size": (WHOLE, 0),
     "zero_optimization.stage3_param_persistence_threshold": ({STAGE: 3}, 10),
     SPLIT: ({}, True),
+    "zero_optimization.offload_optimizer.device": ({STAGE: 2}, "cpu"),
+    "zero_optimization.offload_optimizer.ratio": (OFFLOADED, 0.5),
+    "zero_optimization.cpu_offload": ({STAGE: 1}, True),
     TYPE: ({}, "Lion"),
     f"{PARAMS}lr": ({}, 0.2),
     f"{PARAMS}betas": (ADAM, [0.5, 0.5]),
@@ -167,3 +171,30 @@ def test_schedules_and_scales_reach_the_step() -> None:
     for step in range(3):
         state, metrics = train(state, batch(4, step))
         assert metrics.lr == config.schedule(step) and metrics.loss_scale == 16
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_offloaded_optimizer_has_the_bits_of_the_other_and_its_state_on_the_host(stage: int) -> None:
+    """A rank's gradients go to the host in float32, and its new parameters come back in bfloat16."""
+    base = BASE | BF16 | WHOLE | {STAGE: stage, TYPE: "AdamW", "bf16.check_grad_overflow": False}
+    device = {"zero_optimization.offload_optimizer.device": "cpu"}
+    (params, losses, train), (others, as_before, before) = (
+        trained(fp.deepspeed.from_config(nested(base | more), mesh=MESH)) for more in (device, {})
+    )
+    torch.testing.assert_close((params, losses), (others, as_before), rtol=0, atol=0)
+    each = sum(leaf.nbytes for leaf in optree.tree_leaves(parameters())) // 2  # per rank
+    assert train.program.bytes_moved() == {("device", "host"): each, ("host", "device"): each // 2}
+    assert not before.program.bytes_moved()
+    assert train.program.memory().peaks["host"] >= 2 * each
+
+
+def test_the_ratio_of_an_offloaded_optimizer_is_a_share_of_it() -> None:
+    ratios = (0.0, 0.5, 1.0)
+    plans = [
+        fp.deepspeed.from_config(
+            nested(BASE | OFFLOADED | {"zero_optimization.offload_optimizer.ratio": ratio}), mesh=MESH
+        ).plan
+        for ratio in ratios
+    ]
+    offloaded = [[each for each in plan.transforms if isinstance(each, fp.offload)] for plan in plans]
+    assert offloaded == [[], [fp.offload(fraction=0.5)], [fp.offload()]]

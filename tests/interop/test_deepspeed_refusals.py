@@ -64,6 +64,7 @@ def test_a_refused_key_is_refused_by_name_and_accepted_where_it_is_off(path: str
     fp.deepspeed.from_config(nested(BASE | more | {path: key.default}), mesh=MESH)
 
 
+OFFLOAD = "zero_optimization.offload_optimizer."
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipp1ng": 1.0}, r"gradient_clipp1ng: unknown key; the nearest is gradient_clipping"),
     ({"zero_optimization.stge": 2}, r"zero_optimization\.stge: unknown key; the nearest is zero_optimization\.stage"),
@@ -84,6 +85,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({STAGE: 2, "prescale_gradients": True}, r"reduce_scatter: at stage 2 it forbids prescale_gradients"),
     ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: 'sum' is refused: a loss is the mean over the batch"),
     ({"zero_optimization.offload_param": {"device": "disk"}}, r"device: it is 'none' or 'cpu' or 'nvme', not 'disk'"),
+    ({f"{OFFLOAD}device": "nvme", STAGE: 2}, r"offload_optimizer\.device: 'nvme' is refused: state on disk"),
+    ({f"{OFFLOAD}device": "cpu"}, r"device: DeepSpeed offloads the optimizer at the stages 1, 2 and 3, and stage is 0"),
+    ({"zero_optimization.cpu_offload": True, f"{OFFLOAD}device": "cpu", STAGE: 1}, r"cpu_offload: it is the old name"),
+    (
+        {f"{OFFLOAD}device": "cpu", f"{OFFLOAD}ratio": 0.5, STAGE: 2},
+        r"ratio: Partial offloading only supported for ZeRO Stage 3\.",
+    ),
+    ({f"{OFFLOAD}device": "cpu", f"{OFFLOAD}ratio": 1.5, STAGE: 3}, r"ratio: it is a share, from 0 to 1, not 1\.5"),
     ({"zero_optimization.zero_hpz_partition_size": 8}, r"zero_hpz_partition_size: 8 is refused: ZeRO\+\+"),
     ({TYPE: "OneBitAdam"}, r"optimizer\.type: 'OneBitAdam': 1-bit communication is refused; the types are Adam, "),
     ({TYPE: "Adamm"}, r"optimizer\.type: 'Adamm': .*; the nearest is Adam$"),
@@ -114,12 +123,12 @@ def test_a_wrong_file_is_refused_by_key_and_reason(values: dict[str, Any], reaso
 
 def test_all_problems_are_reported_at_once() -> None:
     offload = {"device": "cpu", "pin_memory": True}
-    wrong = {"stage": 4, "offload_optimizer": offload, "stage3_gather_fp16_weights_on_model_save": True}
+    wrong = {"stage": 4, "offload_param": offload, "stage3_gather_fp16_weights_on_model_save": True}
     with pytest.raises(ValueError) as caught:
         fp.deepspeed.from_config({"zero_optimization": wrong, "trian_batch_size": 8}, mesh=2)
     assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
         "trian_batch_size",
-        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
         "zero_optimization.stage",
     ]
 

@@ -222,7 +222,12 @@ ROWS = [
         lambda optimizer: fp.train_step(loss, optimizer, DATA, fp.zero(1, "data")).init(params).step == 0,
         "Any pair of pure functions. An update that is not elementwise is partitioned like a loss.",
     ),
-    Row('"offload_optimizer": {"device": "cpu"}', limit="offloading"),
+    Row(
+        '"offload_optimizer": {"device": "cpu"}',
+        'fp.chain(fp.zero(2, "data"), fp.offload(state="host"))',
+        lambda plan: trained(plan).program.memory().peaks["host"] > 0,
+        "`fp.deepspeed.from_config` reads this key.",
+    ),
     Row('"offload_param": {"device": "nvme"}', limit="offloading"),
     Row('"activation_checkpointing": {"cpu_checkpointing": true}', limit="offloading"),
     Row(

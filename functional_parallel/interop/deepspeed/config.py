@@ -18,6 +18,7 @@ from ...transforms import (
     chain,
     data_parallel,
     mixed_precision,
+    offload,
     partition_activations,
     zero,
 )
@@ -36,7 +37,7 @@ class Config:
     """A DeepSpeed configuration in terms of this library. `print(config)` shows it.
 
     Attributes:
-        plan: the plan: precision, partitioned activations, ZeRO and accumulation.
+        plan: the plan: precision, partitioned activations, ZeRO, offloading and accumulation.
         optimizer: the optimizer. None if neither the file nor the call has one.
         options: keyword arguments of `fp.train_step`.
         schedule: `optimizer.lr`: the learning rate, or its schedule.
@@ -192,6 +193,27 @@ def _check_rules(
         problems.add("scheduler", "it needs an optimizer in the file; your own takes a schedule as its lr")
     if parameters and not named:
         problems.add("optimizer.type", "optimizer.params need a type")
+    _check_offload(values, given, problems)
+
+
+def _check_offload(values: Mapping[str, Any], given: Mapping[str, Any], problems: Problems) -> None:
+    stage, path = values[f"{_ZERO}.stage"], f"{_ZERO}.offload_optimizer"
+    device, ratio = values[f"{path}.device"], values[f"{path}.ratio"]
+    if device == "nvme":
+        problems.add(f"{path}.device", "'nvme' is refused: state on disk is not supported; take cpu")
+    if _state_memory(values) == "host" and stage == 0:
+        problems.add(f"{path}.device", "DeepSpeed offloads the optimizer at the stages 1, 2 and 3, and stage is 0")
+    if ratio > 1:
+        problems.add(f"{path}.ratio", f"it is a share, from 0 to 1, not {ratio!r}")
+    if ratio < 1 and stage != 3:
+        problems.add(f"{path}.ratio", "Partial offloading only supported for ZeRO Stage 3.")
+    if values[f"{_ZERO}.cpu_offload"] and any(each.startswith(f"{path}.") for each in given):
+        problems.add(f"{_ZERO}.cpu_offload", "it is the old name of offload_optimizer, which the file has too")
+
+
+def _state_memory(values: Mapping[str, Any]) -> str:
+    is_off = values[f"{_ZERO}.cpu_offload"] or values[f"{_ZERO}.offload_optimizer.device"] == "cpu"
+    return "host" if is_off and values[f"{_ZERO}.offload_optimizer.ratio"] > 0 else "device"
 
 
 def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str | None, LossScale | float | None]:
@@ -236,6 +258,8 @@ def _plan(
         parts.append(zero(3, data, whole_below=threshold + 1, prefetch=prefetch))
     else:
         parts.append(zero(stage, data) if stage else data_parallel(data))
+    if _state_memory(values) == "host":
+        parts.append(offload(state="host", fraction=float(values[f"{_ZERO}.offload_optimizer.ratio"])))
     if microbatches > 1:
         parts.append(accumulate(microbatches, reduce="each" if stage >= 2 else "once"))
     return chain(*parts)

@@ -35,8 +35,9 @@ _GATHERS = "the program decides when a layer is gathered and freed"
 _SUMS = "gradients are always laid out, reduced and overlapped by the program"
 _FILES = "it configures DeepSpeed's checkpoints; train.params(state) returns full parameters"
 _LOGS = "it configures DeepSpeed's logs; a step returns its metrics"
-_OFF = "it has no effect without offloading, which is refused"
-_OFFLOAD = "offloading to main memory or NVMe is not supported"
+_OFF = "it configures DeepSpeed's buffers and NVMe; the host's memory is pinned on CUDA, and a bucket moves at once"
+_OFFLOAD = "offloading it is not supported"
+_DEVICES = ("none", "cpu", "nvme")
 _PLUS = "ZeRO++ and MiCS are not supported"
 _PIPELINE = "fp.pipeline cuts the model into stages"
 _SPECS = "chain fp.tensor_parallel(axis, specs) with config.plan"
@@ -44,7 +45,7 @@ _SAVED = "it configures deepspeed.checkpointing; fp.remat in the plan recomputes
 _INFERENCE = "it configures inference"
 _TRAINS = "it changes what is trained, and is not supported"
 _MOMENTUM = "momentum has no schedule; write cycle_momentum false"
-_OFFLOADING = {"nvme_path": _TEXT, "pin_memory": True}
+_OFFLOADING: dict[str, Any] = {"nvme_path": _TEXT, "pin_memory": True}
 
 _ROWS = [
     Key("train_batch_size", "count", None, "samples of a step: micro-batch · accumulation · data ranks"),
@@ -75,6 +76,9 @@ _ROWS = [
         False,
         "`partition_activations(tensor)`, if the mesh has the axis",
     ),
+    Key(f"{_ZERO}.offload_optimizer.device", _DEVICES, "none", "`offload(state='host')` for cpu; nvme is refused"),
+    Key(f"{_ZERO}.offload_optimizer.ratio", "number", 1.0, "`offload(fraction=…)`, at stage 3"),
+    Key(f"{_ZERO}.cpu_offload", "bool", False, "old name of offload_optimizer with the device cpu"),
     Key("optimizer.type", "text", None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD"),
     Key("optimizer.params.lr", "number", None, "learning rate, unless a scheduler replaces it"),
     Key("optimizer.params.betas", "list", None, "of Adam, AdamW, Lamb, Lion, and of Muon's AdamW"),
@@ -142,7 +146,7 @@ _ROWS = [
     *_not_applicable(f"{_ZERO}.offload_param", _OFF, buffer_count=5, buffer_size=10**8, max_in_cpu=10**9),
     *_not_applicable(f"{_ZERO}.offload_param", _OFF, **_OFFLOADING),
     *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, buffer_count=4, pipeline_read=False, pipeline_write=False),
-    *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, fast_init=False, ratio=1.0, super_offload=False),
+    *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, fast_init=False, super_offload=False),
     *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, cpuadam_cores_perc=0.8, **_OFFLOADING),
     *_not_applicable("activation_checkpointing", _SAVED, number_checkpoints=_COUNT, profile=False),
     *_not_applicable("activation_checkpointing", _SAVED, contiguous_memory_optimization=False),
@@ -167,13 +171,11 @@ _ROWS = [
     *_refused("", "write the attention in the model", sparse_attention=_BLOCK),
     *_refused("", "Apex is not supported; use bf16 or fp16", amp=_BLOCK),
     *_refused("", 'use train_step(backend="inductor")', compile=_BLOCK),
-    *_refused("fp16", "it needs an offloaded optimizer, which is refused", fp16_master_weights_and_grads=False),
+    *_refused("fp16", "masters in float16 are not supported", fp16_master_weights_and_grads=False),
     *_refused("torch_autocast", "a loss has one compute dtype", lower_precision_safe_modules=("list", None)),
-    *_refused(f"{_ZERO}.offload_param", _OFFLOAD, device=(("none", "cpu", "nvme"), "none")),
-    *_refused(f"{_ZERO}.offload_optimizer", _OFFLOAD, device=(("none", "cpu", "nvme"), "none")),
-    *_refused(_ZERO, f"{_OFFLOAD}; it is the old name of offload_optimizer", cpu_offload=False),
+    *_refused(f"{_ZERO}.offload_param", _OFFLOAD, device=(_DEVICES, "none")),
     *_refused(_ZERO, f"{_OFFLOAD}; it is the old name of offload_param", cpu_offload_param=False),
-    *_refused(_ZERO, _OFFLOAD, zenflow=_BLOCK),
+    *_refused(_ZERO, "ZenFlow is not supported", zenflow=_BLOCK),
     *_refused(_ZERO, _PLUS, zero_hpz_partition_size=1, zero_quantized_weights=False, zero_quantized_gradients=False),
     *_refused(_ZERO, _PLUS, zero_quantized_nontrainable_weights=False, zeropp_loco_param=_BLOCK),
     *_refused(_ZERO, _PLUS, mics_shard_size=("integer", -1), mics_hierarchical_params_gather=False),
