@@ -57,7 +57,7 @@ from .errors import (
     UnboundAxisError,
     UnevenBatchError,
 )
-from .functions import LocalFunction, functional, grad, grad_and_value, hessian, jvp, relayout, vmap
+from .functions import LocalFunction, functional, grad, grad_and_value, hessian, into_tiles, jvp, relayout, tiled, vmap
 from .generation import ContinuousBatch, Generated, Generator, generate
 from .interop import PreparedStep, deepspeed, load_pretrained, prepare, save_pretrained
 from .ir import abstract
@@ -180,6 +180,7 @@ __all__ = [
     "grad_and_value",
     "hessian",
     "interop",
+    "into_tiles",
     "is_main_rank",
     "jvp",
     "launch",
@@ -224,6 +225,7 @@ __all__ = [
     "stage_boundary",
     "tensor_parallel",
     "testing",
+    "tiled",
     "to_memory",
     "train_step",
     "vmap",

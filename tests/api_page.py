@@ -86,6 +86,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "recompute",
         "repeated",
         "stage_boundary",
+        "into_tiles",
+        "tiled",
         "register_rule",
     ),
     "Compile and train": (

@@ -23,3 +23,4 @@ from .request import PyTree, Request, SpecTree
 from .resolved import Resolved, Resolver, beside
 from .snapshot import Snapshot
 from .stacked import StackedTree
+from .tiled import into_tiles, tiled

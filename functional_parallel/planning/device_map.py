@@ -205,8 +205,8 @@ class _Placing:
             if free[memory] > self.limits[memory] - found.bytes[memory]:
                 raise BudgetError(
                     f"fp.device_map: {largest} has {_sized(free[memory])}, which must be in {memory!r} while it runs, "
-                    f"but {memory!r} has {_sized(int(self.limits[memory]))}: give it more, or split the layer "
-                    "(no_split=)"
+                    f"but {memory!r} has {_sized(int(self.limits[memory]))}: give it more, or split the layer: "
+                    "by no_split=, or a linear layer by fp.tiled"
                 )
         return replace(found, free=MappingProxyType(free), short=MappingProxyType(self.short))
 

@@ -22,7 +22,7 @@ from .checks import (
     trained,
     trains,
 )
-from .names import adamw, loss, params, x, y
+from .names import adamw, loss, module, params, x, y
 from .of_fsdp2 import gathers_earlier, keeps_small_parameters
 from .row import Row
 
@@ -229,6 +229,13 @@ ROWS = [
         "`fp.deepspeed.from_config` reads this key.",
     ),
     Row('"offload_param": {"device": "nvme"}', limit="offloading"),
+    Row(
+        "deepspeed.zero.TiledLinear(4, 8, in_splits=2, out_splits=2)",
+        'up = fp.into_tiles(params["layers.0.up.weight"], params["layers.0.up.bias"], inputs=2, outputs=2)\n'
+        "fp.tiled(x, up)",
+        lambda found: close(found, module.layers[0].up(x)),
+        "Each tile is a parameter. `fp.zero(3, axis, prefetch=0)` gathers one at a time.",
+    ),
     Row('"activation_checkpointing": {"cpu_checkpointing": true}', limit="offloading"),
     Row(
         '"activation_checkpointing": {"partition_activations": true}',
