@@ -6,10 +6,9 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ _ORDER = ("device", *OFFLOADED)
 
 @dataclass(frozen=True)
 class MapRow:
-    """Line of a device map: a block, or several numbered blocks such as `layers.0-3`, in one memory."""
-
-    path: str
+    path: str  # of a block, or of several numbered ones, such as `layers.0-3`
     memory: MemoryName
     bytes: int  # a tied weight counts in its first row
     follows: bool = False  # whether it is where it is only because of a tied weight
@@ -37,20 +34,20 @@ class DeviceMap:
     """Memory of every parameter of a model. Print it for a table.
 
     Attributes:
-        rows: the blocks with their memories. `by_path` as a mapping.
         memories: the memory of each parameter and buffer by path, also by the other paths of tied ones.
         bytes: bytes of the model in each memory.
-        free: bytes that each memory keeps free, for the largest layer that comes from a slower memory.
-        limits: the bytes that the caller allows in each memory; empty if the layers were placed by hand.
-        short: for each memory that could not take another layer, this layer and the bytes that are missing.
+        free: bytes that a memory keeps free, for the largest layer that comes from a slower memory.
+        copies: bytes on a device of tied weights that lie on another device, beside `bytes`.
+        short: for each memory that is full, the first layer that does not fit, and the bytes that are missing.
     """
 
     rows: tuple[MapRow, ...]
     memories: Mapping[str, MemoryName]
     bytes: Mapping[MemoryName, int]
-    free: Mapping[MemoryName, int] = field(default_factory=dict)
-    limits: Mapping[MemoryName, float] = field(default_factory=dict)
-    short: Mapping[MemoryName, tuple[str, int]] = field(default_factory=dict)
+    limits: Mapping[MemoryName, float]
+    free: Mapping[MemoryName, int]
+    copies: Mapping[MemoryName, int]
+    short: Mapping[MemoryName, tuple[str, int]]
 
     @property
     def by_path(self) -> dict[str, MemoryName]:
@@ -74,16 +71,16 @@ class DeviceMap:
     def __str__(self) -> str:
         table: list[tuple[str, ...]] = [("layer", "memory", "bytes")]
         table += [(row.path, str(row.memory), readable_bytes(row.bytes)) for row in self.rows]
-        sums: list[tuple[str, ...]] = [("memory", "bytes", "kept free", "limit")]
+        sums: list[tuple[str, ...]] = [("memory", "bytes", "copies", "kept free", "limit")]
         for memory, size in self.bytes.items():
-            limit = self.limits.get(memory, math.inf)
+            limit, beside = self.limits[memory], (each.get(memory, 0) for each in (self.copies, self.free))
             shown = "none" if limit == math.inf else readable_bytes(int(limit))
-            sums.append((str(memory), readable_bytes(size), readable_bytes(self.free.get(memory, 0)), shown))
+            sums.append((str(memory), *map(readable_bytes, (size, *beside)), shown))
         missing = [
             f"{path} does not fit in {memory!r}: {readable_bytes(size)} ({size} bytes) are missing"
             for memory, (path, size) in self.short.items()
         ]
-        return "\n".join([*columns(table, (2,)), "", *columns(sums, (1, 2, 3)), *missing])
+        return "\n".join([*columns(table, (2,)), "", *columns(sums, (1, 2, 3, 4)), *missing])
 
 
 def device_map(
@@ -102,9 +99,9 @@ def device_map(
     0-1    device  2.0 KiB
     2-3    host    2.0 KiB
     <BLANKLINE>
-    memory    bytes  kept free    limit
-    device  2.0 KiB    1.0 KiB  3.0 KiB
-    host    2.0 KiB        0 B  8.0 KiB
+    memory    bytes  copies  kept free    limit
+    device  2.0 KiB     0 B    1.0 KiB  3.0 KiB
+    host    2.0 KiB     0 B        0 B  8.0 KiB
     2 does not fit in 'device': 1.0 KiB (1024 bytes) are missing
     >>> fp.device_map(model, {"0-2": "device", "3": "host"}).memories["3.weight"]
     'host'
@@ -132,7 +129,9 @@ def device_map(
     """
     root = blocks_of(model, no_split, dtype)
     if not memories or not all(isinstance(name, int) or name in _ORDER for name in memories):
-        return _map_of(root, placed_by_hand(root, memories))
+        placed = placed_by_hand(root, memories)
+        order = sorted({*placed.values()}, key=lambda name: (1, _ORDER.index(name)) if name in _ORDER else (0, name))
+        return _Placing(root, dict.fromkeys(order, math.inf), set(), placed).result()
     limits = _limits(memories)
     devices = [name for name in limits if name not in OFFLOADED]
     passed: set[MemoryName] = {"host"} if "disk" in limits else set()
@@ -163,6 +162,7 @@ class _Placing:
     keeping_room: set[MemoryName]  # memories through which the layers of slower memories pass
     placed: dict[ModelLeaf, MemoryName] = field(default_factory=dict)
     following: set[ModelLeaf] = field(default_factory=set)  # leaves placed because another leaf of their layer is tied
+    copies: dict[MemoryName, set[ModelLeaf]] = field(default_factory=dict)  # of tied weights, on other devices
     used: Counter[MemoryName] = field(default_factory=Counter)
     short: dict[MemoryName, tuple[str, int]] = field(default_factory=dict)
 
@@ -173,51 +173,87 @@ class _Placing:
             layer, memory = queue[0], order[0]
             new = self._left(layer)
             together = [each for each in queue if each is layer or not new.isdisjoint(each.leaves)]  # by tied weights
-            later = [each for each in queue if each not in together]
-            leaves, room = self._left(*together), max((sizes[each] for each in later), default=0)
-            space = self.limits[memory] - self.used[memory] - (room if memory in self.keeping_room else 0)
-            if bytes_of_leaves(leaves) <= space:
+            leaves, sizes[layer] = self._left(*together), 0
+            runs = memory if memory not in OFFLOADED else self.devices[-1]
+            copies, later = self._copies([layer], runs), self._copies(queue, runs)
+            room = max(sizes[each] for each in queue if each not in together or each is layer)
+            room = room if memory in self.keeping_room else 0
+            beside = bytes_of_leaves(later if memory == self.devices[-1] else copies if memory == runs else ())
+            missing = bytes_of_leaves(leaves) + beside + room + self.used[memory] - self.limits[memory]
+            if missing <= 0:
                 self.placed |= dict.fromkeys(leaves, memory)
                 self.used[memory] += bytes_of_leaves(leaves)
+                self.used[runs] += bytes_of_leaves(copies)
                 self.following |= leaves - new
-                queue = later
+                self.copies[runs] = self.copies.get(runs, set()) | copies
+                sizes |= dict.fromkeys(together, 0)
+                del queue[0]
+            elif copies and not leaves:
+                raise BudgetError(
+                    f"fp.device_map: {layer.path} needs a copy of a tied weight, {_sized(beside)}, on {runs!r}: give "
+                    f"it {int(missing)} bytes more, or fewer to those before"
+                )
             else:
-                self.short[memory] = layer.path, int(bytes_of_leaves(leaves) - space)
+                self.short[memory] = layer.path, int(missing)
                 del order[0]
             if not order:
                 raise BudgetError(self._what_is_missing(memory, queue))
-        return self._with_room(_map_of(self.root, self.placed, self.limits, self.following))
+        return self.result()
+
+    @property
+    def devices(self) -> list[MemoryName]:
+        return [memory for memory in self.limits if memory not in OFFLOADED]
+
+    def _copies(self, layers: Iterable[Block], device: MemoryName) -> set[ModelLeaf]:
+        """Return the tied weights of layers that lie on other devices, and are not on this one yet."""
+        leaves = {leaf for layer in layers for leaf in layer.leaves if self.placed.get(leaf) in self.devices}
+        return {leaf for leaf in leaves - self.copies.get(device, set()) if self.placed[leaf] != device}
 
     def _left(self, *blocks: Block) -> set[ModelLeaf]:
         return {leaf for block in blocks for leaf in block.leaves if leaf not in self.placed}
 
-    def _with_room(self, found: DeviceMap) -> DeviceMap:
-        """Note the room for layers of slower memories, and check that they fit in it."""
-        free, order = dict[MemoryName, int](), list(self.limits)
+    def result(self) -> DeviceMap:
+        order, free = list(self.limits), dict[MemoryName, int]()
+        sizes = {memory: bytes_of_leaves(leaf for leaf, at in self.placed.items() if at == memory) for memory in order}
         for memory in filter(self.keeping_room.__contains__, order):
-            slower = {each for each in order[order.index(memory) + 1 :] if each in OFFLOADED}
-            sizes = {
-                layer.path: bytes_of_leaves(leaf for leaf in layer.leaves if self.placed[leaf] in slower)
+            slower = {*OFFLOADED} & {*order[order.index(memory) + 1 :]}
+            moved = [
+                (bytes_of_leaves(leaf for leaf in layer.leaves if self.placed[leaf] in slower), layer.path)
                 for layer in self.root.layers()
-            }
-            largest = max(sizes, key=sizes.__getitem__)
-            free[memory] = sizes[largest]
-            if free[memory] > self.limits[memory] - found.bytes[memory]:
+            ]
+            free[memory], largest = max(moved, key=lambda each: each[0])
+            if free[memory] > self.limits[memory] - self.used[memory]:
                 raise BudgetError(
                     f"fp.device_map: {largest} has {_sized(free[memory])}, which must be in {memory!r} while it runs, "
-                    f"but {memory!r} has {_sized(int(self.limits[memory]))}: give it more, or split the layer: "
-                    "by no_split=, or a linear layer by fp.tiled"
+                    f"beside {self.used[memory]} bytes, but {memory!r} has {_sized(int(self.limits[memory]))}: give it "
+                    "more, or split the layer: by no_split=, or a linear layer by fp.tiled"
                 )
-        return replace(found, free=MappingProxyType(free), short=MappingProxyType(self.short))
+        memories = {name: memory for leaf, memory in self.placed.items() for name in leaf.names}
+        copies = {memory: bytes_of_leaves(leaves) for memory, leaves in self.copies.items() if leaves}
+        return DeviceMap(tuple(self._rows(self.root, set())), memories, sizes, self.limits, free, copies, self.short)
+
+    def _rows(self, block: Block, seen: set[ModelLeaf]) -> list[MapRow]:
+        found = {(self.placed[leaf], leaf in self.following) for leaf in block.leaves}
+        if len(found) == 1:
+            new = set(block.leaves) - seen
+            seen |= new
+            memory, follows = found.pop()
+            return [MapRow(block.path or "*", memory, bytes_of_leaves(new), follows)]
+        rows = list[MapRow]()
+        for row in itertools.chain.from_iterable(self._rows(child, seen) for child in block.children):
+            joined = _joined(rows[-1], row) if rows else None
+            rows[-1:] = [joined] if joined else [*rows[-1:], row]
+        return rows
 
     def _what_is_missing(self, last: MemoryName, queue: list[Block]) -> str:
         rest = bytes_of_leaves(self._left(*queue))
         missing = rest + self.used[last] - int(self.limits[last])
-        held = ", ".join(
-            f"{memory!r} takes {readable_bytes(self.used[memory])} of {readable_bytes(int(limit))}"
-            for memory, limit in self.limits.items()
-        )
-        slower = [f"{name!r}" for name in OFFLOADED if name not in self.limits]
+        sizes = {
+            memory: (readable_bytes(self.used[memory]), readable_bytes(int(self.limits[memory])))
+            for memory in self.limits
+        }
+        held = ", ".join(f"{memory!r} takes {used} of {limit}" for memory, (used, limit) in sizes.items())
+        slower = [repr(name) for name in OFFLOADED if name not in self.limits]
         more = f", or a limit to {' or '.join(slower)}" if slower else ""
         return (
             f"fp.device_map: the model has {_sized(bytes_of_leaves(self.root.leaves))}; from {queue[0].path} on, "
@@ -228,43 +264,6 @@ class _Placing:
 
 def _sized(size: int) -> str:
     return f"{size} bytes ({readable_bytes(size)})"
-
-
-# --- The value ---
-
-
-def _map_of(
-    root: Block,
-    placed: Mapping[ModelLeaf, MemoryName],
-    limits: Mapping[MemoryName, float] = MappingProxyType({}),
-    following: Collection[ModelLeaf] = (),
-) -> DeviceMap:
-    used = set(placed.values())
-    order = list(limits) or sorted(used, key=lambda name: (_ORDER.index(name), 0) if name in _ORDER else (-1, name))
-    sizes = {name: bytes_of_leaves(leaf for leaf in placed if placed[leaf] == name) for name in order}
-    memories = {name: memory for leaf, memory in placed.items() for name in leaf.names}
-    return DeviceMap(
-        tuple(_rows(root, placed, set(), following)),
-        MappingProxyType(memories),
-        MappingProxyType(sizes),
-        limits=MappingProxyType(limits),
-    )
-
-
-def _rows(
-    block: Block, placed: Mapping[ModelLeaf, MemoryName], seen: set[ModelLeaf], following: Collection[ModelLeaf]
-) -> list[MapRow]:
-    found = {(placed[leaf], leaf in following) for leaf in block.leaves}
-    if len(found) == 1:
-        new = set(block.leaves) - seen
-        seen |= new
-        memory, follows = found.pop()
-        return [MapRow(block.path or "*", memory, bytes_of_leaves(new), follows)]
-    rows = list[MapRow]()
-    for row in itertools.chain.from_iterable(_rows(child, placed, seen, following) for child in block.children):
-        joined = _joined(rows[-1], row) if rows else None
-        rows[-1:] = [joined] if joined else [*rows[-1:], row]
-    return rows
 
 
 def _joined(first: MapRow, second: MapRow) -> MapRow | None:

@@ -14,8 +14,6 @@ from torch import nn
 from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
-from ..functions import PyTree
-
 _PART = re.compile(r"[^/.]+")
 
 
@@ -62,27 +60,21 @@ def blocks_of(model: Any, no_split: Collection[str] | None, dtype: torch.dtype |
     if isinstance(model, tuple) and len(model) == 2 and callable(model[0]):
         model = getattr(model[0], "module", model[1])
     module = model if isinstance(model, nn.Module) else None
-    named = list(_tensors(model) if module is None else _tensors_of_module(module))
-    if not named:
+    pairs = zip(tree_paths(model), optree.tree_leaves(model), strict=True) if module is None else _tensors_of(module)
+    tensors = {name: each for name, each in pairs if isinstance(each, torch.Tensor)}
+    if not tensors:
         raise ValueError(f"fp.device_map: {type(model).__name__} has no parameters")
-    names = dict[int, list[str]]()
-    for name, tensor in named:
-        names.setdefault(id(tensor), []).append(name)
-    leaves = {name: ModelLeaf(tuple(names[id(each)]), _bytes(each, dtype)) for name, each in named}
-    return _block("", list(leaves.items()), _wholes(module, leaves, no_split))
+    names = dict[int | str, list[str]]()
+    for name, tensor in tensors.items():
+        names.setdefault(name if module is None else id(tensor), []).append(name)
+    leaves = {name: ModelLeaf(tuple(tied), _bytes(tensors[name], dtype)) for tied in names.values() for name in tied}
+    return _block("", [(name, leaves[name]) for name in tensors], _wholes(module, tensors, no_split))
 
 
-def _tensors(params: PyTree) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, leaf in zip(tree_paths(params), optree.tree_leaves(params), strict=True):
-        if isinstance(leaf, torch.Tensor):
-            yield path, leaf
-
-
-def _tensors_of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     for path, each in module.named_modules(remove_duplicate=False):
         for name, tensor in (*each._parameters.items(), *each._buffers.items()):
-            if tensor is not None:
-                yield f"{path}.{name}".lstrip("."), tensor
+            yield f"{path}.{name}".lstrip("."), tensor
 
 
 def _bytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
@@ -108,12 +100,12 @@ def _wholes(
         found = {kind for each in modules.values() for kind in getattr(each, "_no_split_modules", None) or ()}
         return (lambda path: kinds.get(path) in found) if found else _is_first_number
     patterns = [no_split] if isinstance(no_split, str) else list(no_split)
+    known = {*kinds.values(), *prefixes(leaves)}
     for pattern in patterns:
-        if pattern not in kinds.values() and not any(matches(pattern, path) for path in (*kinds, *prefixes(leaves))):
-            known = ", ".join(nearest(pattern, {*kinds.values(), *prefixes(leaves)}))
+        if not any(pattern == each or matches(pattern, each) for each in known):
             raise ValueError(
                 f"fp.device_map(no_split={pattern!r}): no module has this class, and no path matches; the nearest are "
-                f"{known}"
+                f"{', '.join(nearest(pattern, known))}"
             )
     return lambda path: any(kinds.get(path) == each or matches(each, path) for each in patterns)
 

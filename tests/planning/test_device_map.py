@@ -183,9 +183,9 @@ def test_the_table() -> None:
         "layers.2-3  host    512 B",
         "head        device    0 B",
         "",
-        "memory  bytes  kept free    limit",
-        "device  832 B      256 B  1.1 KiB",
-        "host    512 B        0 B  2.0 KiB",
+        "memory  bytes  copies  kept free    limit",
+        "device  832 B     0 B      256 B  1.1 KiB",
+        "host    512 B     0 B        0 B  2.0 KiB",
         "layers.2 does not fit in 'device': 244 B (244 bytes) are missing",
     ]
 
@@ -208,9 +208,21 @@ def test_devices_that_fit_without_room_for_other_layers() -> None:
 
 
 def test_the_last_device_runs_the_layers_of_the_host() -> None:
-    found = fp.device_map(stack(), {0: 600, 1: 600, "host": 600})
+    found = fp.device_map(stack(), {0: 600, 1: 900, "host": 600})
+    assert found.copies == {1: 320}
     assert found.by_path == {"embedding": 0, "layers.0": 0, "layers.1": 1, "layers.2-3": "host", "head": 0}
     assert found.free == {1: 256} and found.devices == [0, 1]
+
+
+def test_a_tied_weight_has_a_copy_on_the_device_that_uses_it_last() -> None:
+    found = fp.device_map(stack(3), {0: 900, 1: 900})
+    assert found.by_path == {"embedding": 0, "layers.0": 0, "layers.1-2": 1, "head": 0}
+    assert found.copies == {1: 320} and found.bytes == {0: 576, 1: 512}
+    found = fp.device_map(stack(3), {0: 900, 1: 900, "host": 300})
+    assert found.copies == {1: 320} and found.bytes["host"] == 0
+    missing = r"head needs a copy of a tied weight, 320 bytes .* on 1: give it 188 bytes more, or fewer to those before"
+    with pytest.raises(fp.BudgetError, match=missing):
+        fp.device_map(stack(3), {0: 600, 1: 644, 2: 900})
 
 
 def test_layers_by_hand() -> None:
