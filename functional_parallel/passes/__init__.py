@@ -18,6 +18,7 @@ from .microbatches.rounds import MicrobatchRounds, names_axis
 from .microbatches.split import microbatch_splits, shard_aval
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import bounds_of_part, combine_op, microbatch_dim, with_dim_size, with_global_size
+from .moved_residuals import MovedResiduals
 from .options import REPEATS, Options, pass_names
 from .program_pass import (
     Chosen,
@@ -38,6 +39,6 @@ from .rematerialize import RecomputeMarked, Remat
 from .running_sums import lying_by_themselves
 from .shards_first import ReduceScatterFirst
 from .split_residuals import SplitResiduals
-from .stored_residuals import StoredResiduals, call_inline, next_op, restore
+from .stored_residuals import StoredResiduals, call_inline, next_op, on_device, restore
 from .table import passes_of
 from .transposed import TransposedGradients

@@ -16,10 +16,11 @@ from torch.nn.functional import pad
 from sharding_specs import Mesh, MeshError
 
 from ..collectives import State, all_gather, axis_size, pscatter
-from ..ir import Aval, info, operands_of
+from ..ir import Aval, info
 from ..program import readable_bytes
+from .moved_residuals import move
 from .program_pass import Settings
-from .stored_residuals import StoredResiduals
+from .stored_residuals import StoredResiduals, counted, made_of_batch
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class SplitResiduals(StoredResiduals):
 
     axis: str
     at_least: int  # bytes of the values to split
+    memory: str = "device"  # of the parts
     name: ClassVar[str] = "split residuals"
 
     def check(self, settings: Settings) -> None:
@@ -55,28 +57,18 @@ class SplitResiduals(StoredResiduals):
         if not stored:
             least = readable_bytes(self.at_least)
             return f"{self}: no saved activation of {least} or more is equal on all ranks of {self.axis!r}"
-        size = readable_bytes(sum(info(value).nbytes for value in stored))
-        return f"{self}: {len(stored)} saved activations of {size} are split, and gathered for the backward"
+        return f"{self}: {counted(stored)} split, and gathered for the backward"
 
     def pack(self, value: Tensor) -> Sequence[Tensor]:
         flat = value.reshape(-1)
         missing = -flat.numel() % axis_size(self.axis)
-        return [pscatter(pad(flat, (0, missing)) if missing else flat, self.axis)]
+        part = pscatter(pad(flat, (0, missing)) if missing else flat, self.axis)
+        return [part if self.memory == "device" else move(part, self.memory, part.device)]
 
     def unpack(self, parts: Sequence[Tensor], like: Aval) -> Tensor:
-        flat = all_gather(parts[0], self.axis, to="invariant")
+        part = parts[0] if self.memory == "device" else move(parts[0], "device", like.device)
+        flat = all_gather(part, self.axis, to="invariant")
         return (flat[: like.numel] if flat.numel() > like.numel else flat).view(like.shape)
 
     def __str__(self) -> str:
         return f"partition_activations({self.axis!r})"
-
-
-def made_of_batch(graph: fx.Graph) -> set[fx.Node]:
-    """Return the values that depend on an input which is neither a parameter nor state."""
-    found = set[fx.Node]()
-    for node in graph.nodes:
-        known = info(node)
-        is_input = node.op == "placeholder" and not (known.is_parameter or known.is_state)
-        if is_input or (node.op == "call_function" and not found.isdisjoint(operands_of(node))):
-            found.add(node)
-    return found

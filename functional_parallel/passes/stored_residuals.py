@@ -19,7 +19,7 @@ from sharding_specs import Mesh
 from ..checker import Typing
 from ..collectives import bind
 from ..ir import Aval, NodeInfo, Traced, first_operand, info, operands_of, reached, residuals
-from ..program import view_base
+from ..program import memories_of, readable_bytes, view_base
 from ..tracing import trace
 from .cheap import is_cheap
 from .layer_index import made_of_parameters
@@ -59,8 +59,8 @@ class StoredResiduals(ProgramPass):
         traced, mesh = unit.program.traced, unit.program.mesh
         if unit.exchange is not None:
             return self.note(unit.exchange(self.chosen, self.pack, self.unpack))
-        found = {value: readers for value, readers in residuals(traced).items() if not _is_view(value)}
-        stored = self.chosen(list(found), mesh)
+        found = residuals(traced)
+        stored = self.chosen(on_device([value for value in found if not _is_view(value)], traced), mesh)
         for value in stored:
             with traced.graph.inserting_before(next_op(value)):
                 parts = call_inline(traced, self.pack, [value], mesh, info(value))
@@ -86,7 +86,7 @@ class RecomputeFromStored(ProgramPass):
             each.check(unit.settings)
         traced, mesh = unit.program.traced, unit.program.mesh
         saved = _bases(residuals(traced))
-        chosen = {value for each in self.stored for value in each.chosen(saved, mesh)}
+        chosen = {value for each in self.stored for value in each.chosen(on_device(saved, traced), mesh)}
         there, dropped = {*saved, *traced.inputs, *made_of_parameters(list(traced.nodes))}, set[fx.Node]()
         for value in residuals(traced):
             met = _to_bases([value])
@@ -96,6 +96,32 @@ class RecomputeFromStored(ProgramPass):
             if is_cheap(op) and there.issuperset(_bases(operands_of(op))):
                 dropped |= {op, value, *filter(_is_view, _to_bases(operands_of(op)))}
         insert_recompute(traced, dropped)
+
+
+def on_device(values: Sequence[fx.Node], traced: Traced) -> list[fx.Node]:
+    """Return the values that no move has put into another memory."""
+    memories = memories_of(traced)
+    return [value for value in values if memories[value] == "device"]
+
+
+def made_of_batch(graph: fx.Graph) -> set[fx.Node]:
+    """Return the values that depend on an input which is neither a parameter nor state."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        known = info(node)
+        is_input = node.op == "placeholder" and not (known.is_parameter or known.is_state)
+        if is_input or (node.op == "call_function" and not found.isdisjoint(operands_of(node))):
+            found.add(node)
+    return found
+
+
+def size_of(values: Sequence[fx.Node]) -> int:
+    return sum(info(value).nbytes for value in values)
+
+
+def counted(values: Sequence[fx.Node]) -> str:
+    noun, verb = ("activation", "is") if len(values) == 1 else ("activations", "are")
+    return f"{len(values)} saved {noun} of {readable_bytes(size_of(values))} {verb}"
 
 
 def _to_bases(values: Iterable[fx.Node]) -> dict[fx.Node, None]:

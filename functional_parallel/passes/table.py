@@ -18,6 +18,7 @@ from .microbatches.one_microbatch import SumsOfOneMicrobatch
 from .microbatches.sequential import SequentialMicrobatches
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import UnrollMicrobatches
+from .moved_residuals import MovedResiduals
 from .options import REPEATS
 from .program_pass import ProgramPass, Settings
 from .reduce_types import ReduceDtype
@@ -50,6 +51,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (RematToBudget, "`remat(budget=…)`"),
     (RecomputeFromStored, "residuals that are stored in another form"),
     (SplitResiduals, "`partition_activations`"),
+    (MovedResiduals, "`offload(activations=…)`"),
     (TransposedGradients, "every program"),
     (GatherPlacement, "`zero(3, …)`"),
     (EarlyReductions, "every program"),

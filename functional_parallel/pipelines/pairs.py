@@ -11,8 +11,9 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives import State
-from ..ir import info, set_info
-from ..passes import Chosen, Pack, RunningSum, Settings, Unit, Unpack, call_inline, next_op, restore
+from ..ir import Traced, info, set_info
+from ..ops import TO_MEMORY
+from ..passes import Chosen, Pack, RunningSum, Settings, Unit, Unpack, call_inline, next_op, on_device, restore
 from .extract import Subprogram
 from .stages import ActionPrograms, Stage
 from .structure import PipelineStructure
@@ -69,7 +70,8 @@ def _residuals(pipeline: PipelineStructure, stage: Stage) -> list[fx.Node]:
     received = pipeline.stages[stage.index - 1].sends_forward if stage.index else ()
     there = {*forward.inputs, *forward.outputs, *received}
     read = {value for kind, work in works if kind != "F" for value in work.first.inputs}
-    return sorted(stage.after_forward & there & read, key=lambda value: value.name)
+    found = sorted(stage.after_forward & there & read, key=lambda value: value.name)
+    return on_device(found, Traced(found[0].graph)) if found else []
 
 
 def _mapped(work: ActionPrograms, change: Callable[..., Subprogram]) -> ActionPrograms:
@@ -139,8 +141,10 @@ def _with_input(part: Subprogram, name: fx.Node) -> Subprogram:
 
 def _name(value: fx.Node, part: fx.Node) -> fx.Node:
     with value.graph.inserting_after(value):
-        name = value.graph.create_node("call_function", part.target, (), name=f"{value.name}_stored")
-    set_info(name, info(part))
+        name = value.graph.create_node(
+            "call_function", part.target, (value, *part.args[1:]), name=f"{value.name}_stored"
+        )
+    set_info(name, info(part) if part.target is not TO_MEMORY else info(part)._replace(spec=P(memory=part.args[1])))
     return name
 
 

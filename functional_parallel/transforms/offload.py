@@ -1,24 +1,28 @@
-"""Training state in another memory than the device's (ZeRO-Offload, arXiv 2101.06840)."""
+"""Training state and activations in another memory than the device's (ZeRO-Offload, arXiv 2101.06840)."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-from ..functions import LocalFunction, explain_keywords
+from ..functions import LocalFunction, Request, explain_keywords
 from ..ops import MEMORIES
+from ..passes import MovedResiduals
+from ..program import parse_bytes
 from ..quantities import is_number
-from ..requests import OffloadedState, Order
+from ..requests import OffloadedState, Order, RunPass
 from .transform import Transform
 
 
 @explain_keywords
 @dataclass(frozen=True)
 class offload(Transform):
-    """Keep the state of the optimizer in the memory of the host, and update there (ZeRO-Offload).
+    """Keep the state of the optimizer, or saved activations, in the memory of the host (ZeRO-Offload).
 
-    A step moves the gradients to the host, after their sum over ranks. It updates there, and moves the new parameters
-    back, in the type in which they are stored. The results have the bits of the step without it.
+    With `state="host"` a step moves the gradients to the host, after their sum over ranks. It updates there, and moves
+    the new parameters back, in the type in which they are stored. With `activations="host"` what the forward saves for
+    the backward waits on the host; in a pipeline, on that of its stage. The results have the bits of the step without
+    it.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -32,23 +36,36 @@ class offload(Transform):
 
     Args:
         state: memory of the optimizer's state and masters, and of the update: "host" or "device".
-        fraction: share of the parameters, by bytes, to which it applies.
+        activations: memory of saved activations.
+        fraction: share of the parameters, by bytes, to which it applies, and of the activations: the first ones.
+        at_least: the size from which an activation moves: a number of bytes, or a text such as "1MiB".
 
     Raises:
-        ValueError: for an unknown memory, or a fraction that is not above 0 and at most 1.
+        ValueError: for an unknown memory, if nothing moves, for a fraction that is not above 0 and at most 1, or a size
+            that is none.
     """
 
     _: KW_ONLY
-    state: str = "host"
+    state: str = "device"
+    activations: str = "device"
     fraction: float = 1.0
+    at_least: int | str = "64KiB"
     order: ClassVar[Order] = Order.MEMORY
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.state not in MEMORIES:
-            raise ValueError(f"offload(state={self.state!r}): the memories are {', '.join(map(repr, MEMORIES))}")
+        for kind in ("state", "activations"):
+            if getattr(self, kind) not in MEMORIES:
+                known = ", ".join(map(repr, MEMORIES))
+                raise ValueError(f"offload({kind}={getattr(self, kind)!r}): the memories are {known}")
+        if self.state == self.activations == "device":
+            raise ValueError(f"{self.name} moves nothing: pass state='host' or activations='host'")
         if not (is_number(self.fraction) and 0 < self.fraction <= 1):
-            raise ValueError(f"{self.name}: fraction is the share of the parameters, above 0 and at most 1")
+            raise ValueError(f"{self.name}: fraction is the share of the bytes, above 0 and at most 1")
+        parse_bytes(self.at_least)  # raises for another text
 
     def apply(self, f: LocalFunction) -> LocalFunction:
-        return f.requesting(OffloadedState(self.state, self.fraction))
+        asked: list[Request] = [OffloadedState(self.state, self.fraction)] if self.state != "device" else []
+        if self.activations != "device":
+            asked.append(RunPass(MovedResiduals(self.activations, parse_bytes(self.at_least), self.fraction)))
+        return f.requesting(*asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from ..functions import LocalFunction, explain_keywords
+from ..ops import MEMORIES
 from ..passes import SplitResiduals
 from ..program import parse_bytes
 from ..requests import RunPass
@@ -39,20 +40,25 @@ class partition_activations(Transform):
 
     Args:
         axis: the mesh axis, usually that of `fp.tensor_parallel`. Values that differ along it are saved as they are.
+        memory: memory in which a rank keeps its parts: "device", or "host" for Pa+cpu of ZeRO-R.
         at_least: the size from which a value is split: a number of bytes, or a text such as "1MiB".
 
     Raises:
-        ValueError: if `at_least` is not a size.
+        ValueError: if `at_least` is not a size, or for an unknown memory.
         MeshError: when the function is compiled, if the mesh has no such axis, or it is that of a pipeline's stages.
     """
 
     axis: str
     _: KW_ONLY
+    memory: str = "device"
     at_least: int | str = "64KiB"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.memory not in MEMORIES:
+            known = ", ".join(map(repr, MEMORIES))
+            raise ValueError(f"partition_activations(memory={self.memory!r}): the memories are {known}")
         parse_bytes(self.at_least)  # raises for another text
 
     def apply(self, f: LocalFunction) -> LocalFunction:
-        return f.requesting(RunPass(SplitResiduals(self.axis, parse_bytes(self.at_least))))
+        return f.requesting(RunPass(SplitResiduals(self.axis, parse_bytes(self.at_least), self.memory)))

@@ -44,7 +44,7 @@ DECAYING = CYCLE | {f"{OF_SCHEDULER}decay_lr_rate": 0.5, f"{OF_SCHEDULER}decay_s
 TEST = {SCHEDULER: "LRRangeTest", f"{OF_SCHEDULER}lr_range_test_step_size": 4}
 MASTERS = {"bf16.bf16_master_weights_and_grads": True}
 STATES = {"bf16.bf16_optimizer_states": True}
-SPLIT = "activation_checkpointing.partition_activations"
+SPLIT, TO_HOST = (f"activation_checkpointing.{name}" for name in ("partition_activations", "cpu_checkpointing"))
 
 # Path → (values beside it, its value or the values that contain it). Without it, the file trains otherwise.
 EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -74,6 +74,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "zero_optimization.offload_optimizer.device": ({STAGE: 2}, "cpu"),
     "zero_optimization.offload_optimizer.ratio": (OFFLOADED, 0.5),
     "zero_optimization.cpu_offload": ({STAGE: 1}, True),
+    TO_HOST: ({}, True),
     TYPE: ({}, "Lion"),
     f"{PARAMS}lr": ({}, 0.2),
     f"{PARAMS}betas": (ADAM, [0.5, 0.5]),
@@ -153,13 +154,16 @@ def test_an_honoured_key_has_an_effect(path: str) -> None:
     assert observed(json.dumps(changed), mesh) != observed(json.dumps(without), mesh)
 
 
-def test_activations_are_split_over_the_axis_of_model_parallelism() -> None:
-    """Without such ranks DeepSpeed splits nothing either."""
-    file = nested(BASE | {SPLIT: True})
+@pytest.mark.parametrize("to_host", [False, True])
+def test_activations_are_split_over_the_axis_of_model_parallelism(to_host: bool) -> None:
+    """Without such ranks DeepSpeed splits nothing either. What it splits it moves in parts."""
+    file = nested(BASE | {SPLIT: True, TO_HOST: to_host})
+    memory = "host" if to_host else "device"
     for mesh, named in ((Mesh(data=2, model=2), {"tensor": "model"}), (MESH, {}), (2, {})):
         plan = fp.deepspeed.from_config(file, mesh=mesh, **named).plan
-        found = [each for each in plan.transforms if isinstance(each, fp.partition_activations)]
-        assert found == ([fp.partition_activations("model", at_least=1)] if named else [])
+        found = [each for each in plan.transforms if isinstance(each, (fp.partition_activations, fp.offload))]
+        moved = [fp.offload(activations="host", at_least=1)] * to_host
+        assert found == ([fp.partition_activations("model", memory=memory, at_least=1)] if named else moved)
 
 
 def test_schedules_and_scales_reach_the_step() -> None:

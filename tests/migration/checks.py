@@ -25,6 +25,7 @@ __all__ = [
     "first_loss",
     "in_body",
     "in_precision",
+    "moves_activations",
     "products",
     "recomputes",
     "same_loop",
@@ -151,8 +152,8 @@ def traced_twice(f: Any) -> bool:
     return seen.count("call") == 2 and close(value, model(weight, x))
 
 
-def splits_activations(transform: Any) -> bool:
-    """A large activation between layers is gathered for the backward, and the gradients keep their bits."""
+def _beside_plain(plan: Any, plain: Any) -> tuple[Any, Any] | None:
+    """Return the programs of two plans for gradients of a network with large activations, if the bits are equal."""
 
     def deep(params: Any, x: torch.Tensor) -> torch.Tensor:
         for w in params.values():
@@ -160,9 +161,24 @@ def splits_activations(transform: Any) -> bool:
         return x.square().mean()
 
     weights = {"first": torch.randn(8, 8), "second": torch.randn(8, 8)}
+    steps = [fp.compile(fp.grad(each(deep)), Mesh(tensor=2)) for each in (plan, plain)]
+    rows = torch.randn(4096, 8)
+    one, other = (step(weights, rows) for step in steps)
+    same = all(torch.equal(one[name], other[name]) for name in weights)
+    return (steps[0].program, steps[1].program) if same else None
+
+
+def splits_activations(transform: Any) -> bool:
+    """A large activation between layers is gathered for the backward."""
     split = fp.tensor_parallel("tensor", {"*": P("tensor")})
-    mesh, rows = Mesh(tensor=2), torch.randn(4096, 8)
-    step, plain = (fp.compile(fp.grad(plan(deep)), mesh) for plan in (fp.chain(transform, split), split))
-    same = all(torch.equal(step(weights, rows)[name], plain(weights, rows)[name]) for name in weights)
-    gathers = [each.program.counts().get(("all_gather", ("tensor",)), 0) for each in (step, plain)]
-    return same and gathers[0] > gathers[1]
+    programs = _beside_plain(fp.chain(transform, split), split)
+    assert programs is not None
+    gathers = [each.counts().get(("all_gather", ("tensor",)), 0) for each in programs]
+    return gathers[0] > gathers[1]
+
+
+def moves_activations(transform: Any) -> bool:
+    """A large activation goes to the host and back."""
+    split = fp.tensor_parallel("tensor", {"*": P("tensor")})
+    programs = _beside_plain(fp.chain(split, transform), split)
+    return programs is not None and sorted(programs[0].bytes_moved()) == [("device", "host"), ("host", "device")]

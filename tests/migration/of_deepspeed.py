@@ -16,6 +16,7 @@ from .checks import (
     counts,
     first_loss,
     in_precision,
+    moves_activations,
     products,
     same_loop,
     splits_activations,
@@ -236,7 +237,12 @@ ROWS = [
         lambda found: close(found, module.layers[0].up(x)),
         "Each tile is a parameter. `fp.zero(3, axis, prefetch=0)` gathers one at a time.",
     ),
-    Row('"activation_checkpointing": {"cpu_checkpointing": true}', limit="offloading"),
+    Row(
+        '"activation_checkpointing": {"cpu_checkpointing": true}',
+        'fp.offload(activations="host")',
+        moves_activations,
+        '`fp.partition_activations("tensor", memory="host")` moves the parts of split ones.',
+    ),
     Row(
         '"activation_checkpointing": {"partition_activations": true}',
         'fp.partition_activations("tensor")',

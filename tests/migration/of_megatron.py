@@ -18,6 +18,7 @@ from .checks import (
     first_loss,
     in_body,
     in_precision,
+    moves_activations,
     products,
     recomputes,
     same_loop,
@@ -204,6 +205,12 @@ ROWS = [
         'fp.remat("attention")',
         attention_is_recomputed,
         '`fp.remat(budget="8GiB")` recomputes as little as fits.',
+    ),
+    Row(
+        "--fine-grained-activation-offloading",
+        'fp.offload(activations="host")',
+        moves_activations,
+        "Also with `fp.remat`, in pipelines, and `fraction=0.5` for a share.",
     ),
     Row(
         "--distribute-saved-activations",

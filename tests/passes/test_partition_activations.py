@@ -187,7 +187,7 @@ def test_bad_input() -> None:
         fp.partition_activations(("tensor", "data"))  # type: ignore[arg-type]
 
 
-INNER = (fp.remat(), fp.partition_activations("tensor", at_least=1), fp.tensor_parallel("tensor", RULES))
+INNER = (fp.remat(), fp.partition_activations("tensor", memory="host", at_least=1), fp.tensor_parallel("tensor", RULES))
 ON_PROCESSES = [
     (fp.chain(*INNER, fp.zero(2, "data")), Mesh(data=1, tensor=2)),
     (fp.chain(*INNER, fp.pipeline("pipe", microbatches=2)), Mesh(pipe=2, tensor=2)),

@@ -250,8 +250,10 @@ def _plan(
         gathers = "fp32" if values["torch_autocast.enabled"] else None
         sums, masters = values["communication_data_type"] or "fp32", not values["bf16.bf16_master_weights_and_grads"]
         parts.append(mixed_precision(precision, params=gathers, reduce=sums, masters=masters, loss_scale=scale))
-    if tensor is not None and values["activation_checkpointing.partition_activations"]:
-        parts.append(partition_activations(tensor, at_least=1))
+    to_host = values["activation_checkpointing.cpu_checkpointing"]
+    is_split = tensor is not None and values["activation_checkpointing.partition_activations"]
+    if tensor is not None and is_split:
+        parts.append(partition_activations(tensor, memory="host" if to_host else "device", at_least=1))
     if stage == 3:
         threshold = values[f"{_ZERO}.stage3_param_persistence_threshold"]
         prefetch = 1 if values[f"{_ZERO}.stage3_prefetch_bucket_size"] else 0
@@ -260,6 +262,8 @@ def _plan(
         parts.append(zero(stage, data) if stage else data_parallel(data))
     if _state_memory(values) == "host":
         parts.append(offload(state="host", fraction=float(values[f"{_ZERO}.offload_optimizer.ratio"])))
+    if to_host and not is_split:
+        parts.append(offload(activations="host", at_least=1))
     if microbatches > 1:
         parts.append(accumulate(microbatches, reduce="each" if stage >= 2 else "once"))
     return chain(*parts)
