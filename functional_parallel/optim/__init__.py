@@ -22,6 +22,7 @@ from .optimizer import (
     rates,
     scheduled_rates,
 )
+from .quantised import QuantisedMoment, quantised
 from .sgd import SGDState, sgd, trace
 from .state_trees import like_params, tree_map_of_params, tree_map_params
 
@@ -38,6 +39,7 @@ __all__ = [
     "LionState",
     "MuonState",
     "Optimizer",
+    "QuantisedMoment",
     "SGDState",
     "Schedule",
     "Transformation",
@@ -55,6 +57,7 @@ __all__ = [
     "lamb",
     "lion",
     "muon",
+    "quantised",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",

@@ -20,7 +20,7 @@ from ..ir import scalar_beside
 from ..quantities import is_number
 from .hyperparameters import Decay, decay_rates, refuse, require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves
-from .sharded_sums import decays_and_specs, sum_over_shards
+from .sharded_sums import decays_and_specs, sum_over_shards, whole_along
 
 
 class Factored(NamedTuple):
@@ -138,12 +138,7 @@ def _start(leaf: Tensor) -> Square:
 def _placed(leaf: Tensor, spec: P) -> P | Factored:
     if not _is_factored(leaf):
         return spec
-    return Factored(_whole_along(spec, leaf.ndim - 1), _whole_along(spec, leaf.ndim - 2))
-
-
-def _whole_along(spec: P, dim: int) -> P:
-    dims = [() if index == dim else factors for index, factors in enumerate(spec.dims)]
-    return spec.replace(dims, padded={index: size for index, size in spec.padded.items() if index != dim})
+    return Factored(whole_along(spec, leaf.ndim - 1), whole_along(spec, leaf.ndim - 2))
 
 
 def _second_moment(square: Square, g: Tensor, weight: Tensor, spec: P, floor: float) -> tuple[Square, Tensor]:

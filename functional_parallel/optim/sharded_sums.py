@@ -24,3 +24,9 @@ def decays_and_specs(optimizer: str, needs: str, decays: PyTree, specs: SpecTree
 
 def sum_over_shards(total: Tensor, axes: Collection[str]) -> Tensor:
     return psum(total, tuple(axes)) if axes else total
+
+
+def whole_along(spec: P, dim: int) -> P:
+    """Return a spec without the axes that split a dim."""
+    dims = [() if index == dim else factors for index, factors in enumerate(spec.dims)]
+    return spec.replace(dims, padded={index: size for index, size in spec.padded.items() if index != dim})

@@ -111,4 +111,13 @@ ROWS = [
         lambda texts: texts == {0: [3, 6, 4], 1: [3, 6]},
         "Continuous batching: requests may be added at any time. A model of transformers needs no cache.",
     ),
+    Row(
+        'TrainingArguments(optim="adamw_bnb_8bit")',
+        "fp.optim.quantised(fp.optim.adamw(1e-3), whole_below=0)",
+        lambda optimizer: (
+            optimizer.init(dict(Model().named_parameters())).mean["layers.0.up.weight"].integers.dtype == torch.int8
+        ),
+        "The moments of any optimizer, under any plan, in other codes than those of bitsandbytes. By default, those "
+        "of parameters with fewer than 4096 elements keep their moments.",
+    ),
 ]
