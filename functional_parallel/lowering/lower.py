@@ -21,7 +21,7 @@ from ..ir import Traced, forget_rewrites, hollow, info, refuse_abstract, update_
 from ..ops import memory_now, refuse_idle, to_memory
 from ..passes import REPEATS, Options, Settings, microbatch_splits, shard_aval
 from ..pipelines import PipelineMemory, PipelineProgram, pipeline_of
-from ..program import Program, RoleFinder, Watch, keep_phases, memories_of, require_capturable
+from ..program import Program, RoleFinder, Watch, keep_phases, require_capturable
 from ..requests import owners_of, requested_passes
 from ..tracing import (
     Assumption,
@@ -34,6 +34,7 @@ from ..tracing import (
     valueless,
 )
 from .constants import check_static_leaves
+from .host_collectives import run_on_device
 from .leftovers import traced_in
 from .rewrite import Rewrite
 
@@ -206,7 +207,7 @@ def _trace_step(
     _mark_inputs(traced, flat, paths, options.donate)
     flat.roles.record(traced)
     keep_phases(traced)
-    memories_of(traced)  # refuses operands in two memories
+    run_on_device(traced)
     shapes = optree.tree_map(hollow, args)
     program = Program(
         traced,

@@ -13,6 +13,7 @@ from .compressed import WireFormats
 from .early_reductions import EarlyReductions
 from .gather_again import GatherAgain
 from .gathers import GatherPlacement
+from .host_moves import HostMoves
 from .in_place import WRITES_IN_PLACE, InPlaceUpdates
 from .microbatches.rounds import MicrobatchRounds, names_axis
 from .microbatches.split import microbatch_splits, shard_aval

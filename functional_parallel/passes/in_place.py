@@ -21,7 +21,7 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, first_operand, info, operands_of, primitive_name
 from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, SLICE_SCATTER_IN_PLACE, UNPACK, UNPACK_INTO
-from ..program import aliases_of, shares_memory, storage_root
+from ..program import aliases_of, memories_of, shares_memory, storage_root
 from .program_pass import Phase, ProgramPass, Scope, Settings
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class InPlaceUpdates(ProgramPass):
 
 
 def _merge_all(traced: Traced, new: dict[fx.Node, fx.Node]) -> None:
-    position = {node: index for index, node in enumerate(traced.nodes)}
+    position, memories = {node: index for index, node in enumerate(traced.nodes)}, memories_of(traced)
     returned = traced.returned()
     open_: dict[Hashable, list[fx.Node]] = {}
     waiting: dict[fx.Node, Hashable] = {}
@@ -66,7 +66,7 @@ def _merge_all(traced: Traced, new: dict[fx.Node, fx.Node]) -> None:
         for key in [key for key in open_ if key in asked] if asked else ():
             _merge(traced, open_.pop(key), new, returned, before=node)
         if node.target is ADAMW and _may_be_overwritten(node, position, returned):
-            waiting[node] = key = _key(node)
+            waiting[node] = key = _key(node, memories[node])
             open_.setdefault(key, []).append(node)
     for group in open_.values():
         _merge(traced, group, new, returned)
@@ -98,15 +98,15 @@ def _is_whole(value: fx.Node, root: fx.Node) -> bool:
     return value is root
 
 
-def _key(update: fx.Node) -> Hashable:
-    """Key that updates must share to be merged: settings, dtype, device, ranks, and the bucket they wait for."""
+def _key(update: fx.Node, memory: str) -> Hashable:
+    """Key that updates must share to be merged: settings, dtype, memory, ranks, and the bucket they wait for."""
     aval = info(update.args[0]).aval
     root = update.args[1]
     while root.op == "call_function" and primitive_name(root) is None and shares_memory(root):
         root = first_operand(root)
     source = root if primitive_name(root) is not None and first_operand(root).target is PACK else None
     type_, stops = info(update.args[0]).type, info(update).no_grad
-    return (*update.args[4:], aval.dtype, aval.device, type_, stops, source)
+    return (*update.args[4:], aval.dtype, aval.device, memory, type_, stops, source)
 
 
 def _merge(

@@ -41,7 +41,7 @@ def is_cast(node: fx.Node) -> bool:
     return node.target is aten._to_copy.default
 
 
-def _widens(node: fx.Node) -> bool:
+def widens(node: fx.Node) -> bool:
     """Whether an op casts to a floating-point dtype with more bytes, in which a sum is more exact."""
     return (
         is_cast(node)
@@ -54,7 +54,7 @@ def move_before_sums(
     traced: Traced,
     reduction: fx.Node,
     is_passed: Callable[[fx.Node], bool],
-    through: Callable[[fx.Node], bool] = _widens,
+    through: Callable[[fx.Node], bool] = widens,
 ) -> list[fx.Node]:
     """Move a psum or psum_scatter before other psums, if it is computed from them alone, through linear ops.
 

@@ -13,6 +13,7 @@ from .folded_products import FoldedProducts
 from .fused_views import FusedViews
 from .gather_again import GatherAgain
 from .gathers import GatherPlacement
+from .host_moves import HostMoves
 from .in_place import InPlaceUpdates
 from .microbatches.one_microbatch import SumsOfOneMicrobatch
 from .microbatches.sequential import SequentialMicrobatches
@@ -58,6 +59,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (RecomputeCheap, "every program"),
     (WireFormats, "`compress`"),
     (Buckets, "`bucket=`"),
+    (HostMoves, "`offload`"),
     (InPlaceUpdates, "donated state"),
     (RunningSums, "`pipeline`"),
     (AddedProducts, "donated state, `pipeline`"),

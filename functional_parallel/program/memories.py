@@ -40,7 +40,8 @@ def memories_of(traced: Traced, outputs: Sequence[str] | None = None) -> dict[fx
             found[user] if known[user] is None else _read_in(user, known) for user in node.users if user in known
         }
         readers |= {wanted[node]} if node in wanted else set()
-        found[node] = known[node] or (min(readers) if readers else "device")
+        choose = max if is_number(node) else min  # the device reads numbers of the host
+        found[node] = known[node] or (choose(readers) if readers else "device")
     return found
 
 

@@ -102,6 +102,7 @@ def replica_specs(
     loss = P(request.axis, owner=layouts.owners)
     masters = like_params(state.masters, params, layouts.update)
     outer = like_params(state.outer, params, layouts.kept if state.masters is None else layouts.update)
+    outer = outer if state.masters is None else layouts.with_numbers(state.outer, outer)
     return ReplicaState(kept, optimizer, outer, loss, loss if state.steps.ndim else P(), masters)
 
 

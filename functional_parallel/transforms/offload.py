@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..functions import LocalFunction, Request, explain_keywords
 from ..ops import MEMORIES
-from ..passes import MovedResiduals
+from ..passes import HostMoves, MovedResiduals
 from ..program import parse_bytes
 from ..quantities import is_number
 from ..requests import OffloadedState, Order, RunPass
@@ -65,7 +65,9 @@ class offload(Transform):
         parse_bytes(self.at_least)  # raises for another text
 
     def apply(self, f: LocalFunction) -> LocalFunction:
-        asked: list[Request] = [OffloadedState(self.state, self.fraction)] if self.state != "device" else []
+        asked: list[Request] = []
+        if self.state != "device":
+            asked += [OffloadedState(self.state, self.fraction), RunPass(HostMoves())]
         if self.activations != "device":
             asked.append(RunPass(MovedResiduals(self.activations, parse_bytes(self.at_least), self.fraction)))
         return f.requesting(*asked)

@@ -70,15 +70,18 @@ class StepLayout:
         own, leaves = split_state(state, requests)
         by_itself = getattr(optimizer, "specs", None)  # a user's own pair may lack it
         specs = self._like_params(own) if by_itself is None else by_itself(self.params, self.update)
-        specs = specs if self.offload is None else self._with_numbers(self.offload.memory, own, specs)
+        specs = self.with_numbers(own, specs)
         added = [each.specs(held, self._like_params) for each, held in zip(requests, leaves, strict=True)]
         found = with_leaves(specs, requests, added)
         if not self.owners:
             return found
         return optree.tree_map(lambda spec: spec.replace(owner=self.owners), broadcast_specs(found, state))
 
-    def _with_numbers(self, memory: str, state: PyTree, specs: SpecTree) -> SpecTree:
-        """Put the state's numbers into a memory, and everything if the update of all parameters is there."""
+    def with_numbers(self, state: PyTree, specs: SpecTree) -> SpecTree:
+        """Put the numbers of an optimizer's state where its update is, and everything if that is one memory."""
+        if self.offload is None:
+            return specs
+        memory = self.offload.memory
         is_whole = all(spec.memory == memory for spec in optree.tree_leaves(self.update))
 
         def placed(leaf: Any, spec: P) -> P:
