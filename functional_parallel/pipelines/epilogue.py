@@ -17,7 +17,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..ir import Aval, info, operands_of, primitive_name, update_info
-from ..program import aliases_of, storage_root, view_base
+from ..program import aliases_of, memories_of, storage_root, view_base
 from .epilogue_graph import EpilogueGraph, EpilogueInput
 from .extract import Extractor, Subprogram
 
@@ -91,11 +91,13 @@ class EpiloguePlacement:
         for index, output in enumerate(self.traced.outputs):
             wanted[output] |= self._wanted_of_output(index, output)
         self.at: dict[fx.Node, RankSet] = {}
+        memories = memories_of(self.traced)
         for node in reversed(list(self.traced.graph.nodes)):
             if node.op == "output":
                 continue
             possible = self.available.get(node) or self.ranks
-            here = wanted[node] & possible
+            is_here = node.op == "call_function" and memories[node] != "device"  # what it moved from the device is sent
+            here = wanted[node] & (self.ranks if is_here else possible)
             if wanted[node] - here:
                 here |= {min(possible)}
             self.at[node] = frozenset(here)

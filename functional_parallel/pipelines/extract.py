@@ -118,12 +118,16 @@ class Extractor:
             traced,
             mesh=self.mesh,
             in_specs=in_specs,
-            out_specs=[self.spec(node) for node in outputs],
+            out_specs=[self._returned(node) for node in outputs],
             in_paths=[str(info(node).path or node.name) for node in inputs],
             out_paths=out_paths,
             name=name,
             cache={"doing": f"runs {name}"},  # the ranks compare the entire pipeline once
         )
+
+    def _returned(self, node: fx.Node) -> P:
+        memory = self.memories.get(node, "device")
+        return self.spec(node) if memory == "device" else self.spec(node).replace(storage={"memory": memory})
 
     def info_of(self, value: fx.Node) -> NodeInfo:
         """Return the facts about a value that are valid outside the full graph."""

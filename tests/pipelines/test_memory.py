@@ -69,7 +69,7 @@ class OneRank(PipelineRuntime):
             if node.op == "get_attr"
         ]
         inputs = {node: self._input(node) for node in program.inputs if rank in program.holders(node)}
-        with torch.no_grad(), tracked((list(inputs.values()), constants)) as tracker:
+        with torch.no_grad(), self.tracking(inputs, constants) as tracker:
             if program.schedule.versions is not None:
                 stream = AsyncRankExecutor(program, rank, self.run, inputs, slices_of(program, inputs, self._chunks))
                 del inputs
@@ -82,6 +82,11 @@ class OneRank(PipelineRuntime):
                 self._executor(program).run_epilogue(worker)
         return tracker.peak
 
+    zeros = staticmethod(torch.zeros)
+
+    def tracking(self, inputs: Mapping[torch.fx.Node, Tensor], constants: list[Tensor]) -> Any:
+        return tracked((list(inputs.values()), constants))
+
     def _input(self, node: torch.fx.Node) -> Tensor:
         x = filled(info(node).val)
         if node not in self.program.cut_dims:
@@ -91,7 +96,7 @@ class OneRank(PipelineRuntime):
 
     def run(self, program: Any, values: Any) -> Any:
         if program not in self.functions:
-            self.functions[program] = flat_function(program)
+            self.functions[program] = flat_function(program, self.zeros)
         return self.functions[program](values)
 
     def send(self, step: Any, values: list[Tensor]) -> None:

@@ -31,13 +31,13 @@ OPTIMIZERS = {
 }
 
 
-def flat_function(program: Any) -> Any:
-    """One rank's flat function on its own, collectives standing in as allocations of their results."""
+def flat_function(program: Any, zeros: Any = torch.zeros) -> Any:
+    """One rank's flat function on its own, collectives standing in as allocations of their results by `zeros`."""
 
     def line(node: torch.fx.Node, writer: Writer) -> str:
         if primitive_name(node) is not None:
             aval = info(node).val
-            make = writer.constant(partial(torch.zeros, aval.shape, dtype=aval.dtype))
+            make = writer.constant(partial(zeros, aval.shape, dtype=aval.dtype))
             return f"{make}()"
         if node.target.__name__ == "getitem":
             return f"{writer.names[node.args[0]]}[{node.args[1]}]"

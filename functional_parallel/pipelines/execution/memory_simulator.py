@@ -77,7 +77,8 @@ class _Tally:
 
 class _Footprint:
     def __init__(self, program: Program, kinds: Sequence[str]) -> None:
-        self.ledger, self.traced = StorageTable(program.name, program.traced), program.traced
+        returned = [spec.memory for spec in program.out_specs]
+        self.ledger, self.traced = StorageTable(program.name, program.traced, returned=returned), program.traced
         self.left = [self.ledger.storages[output] for output in self.traced.outputs]  # one per result of the op
         self.inputs = [storage for node in self.traced.inputs for storage in self.ledger.storages[node]]
         self._kinds = {storage: kind for made, kind in zip(self.left, kinds, strict=True) for storage in made}
@@ -148,9 +149,12 @@ class _OneRank:
         self.sent: list[Value] = []  # kept until the next message is sent
         self.messages: defaultdict[int, list[int]] = defaultdict(list)  # bytes of the messages to each rank
         self.under_way: dict[Action, list[Value]] = {}
-        for part in program.programs_of_rank(rank):
-            for tensor in footprints[part].constants.values():
-                self._constant(tensor)
+        parts = [footprints[part] for part in program.programs_of_rank(rank)]
+        for memory in reversed(MEMORIES):  # of a number that both read, the host's
+            for part in parts:
+                for storage, tensor in part.constants.items():
+                    if part.memory(storage) == memory:
+                        self._constant(tensor, memory)
 
     def memory(self) -> MemoryUse:
         program = self.program
@@ -186,10 +190,10 @@ class _OneRank:
         tally = self.tally if spec is None else self.tallies[spec.memory]
         return (SimulatedStorage(tally, size, kind_of_input(node), str(info(node).path or node.name)),)
 
-    def _constant(self, tensor: torch.Tensor) -> SimulatedStorage:
+    def _constant(self, tensor: torch.Tensor, memory: str = "device") -> SimulatedStorage:
         key = id(tensor)
         if key not in self.constants:
-            self.constants[key] = SimulatedStorage(self.tally, tensor.nbytes, "other inputs", "a constant")
+            self.constants[key] = SimulatedStorage(self.tallies[memory], tensor.nbytes, "other inputs", "a constant")
         return self.constants[key]
 
     def run(self, program: Program, values: list[Value]) -> list[Value]:
