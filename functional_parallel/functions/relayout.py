@@ -78,7 +78,10 @@ def relayout_leaf(x: T, held: P, wanted: P) -> T | torch.Tensor:
     """Convert a rank's shard from one layout to another. Other values than tensors stay."""
     if not isinstance(x, torch.Tensor) or held == wanted:
         return x
-    return wanted.store(_Relayout(held.fetch(x), held, wanted).result())
+    change = _Relayout(x, held, wanted)
+    kept, has = (held.entered(), wanted.entered()) if held.memory == wanted.memory and change.is_local else (None, None)
+    change.x = held.fetch(x, until=kept)
+    return wanted.store(change.result(), since=has)
 
 
 class _Relayout:
@@ -98,6 +101,11 @@ class _Relayout:
         self.owners = {axis: rank for axis, rank in held.owner.items() if wanted.owner.get(axis) != rank}
         self.now, self.goal = ([[*dim] for dim in _dims(spec, x.ndim)] for spec in (held, wanted))
         self.stale = [len(self.now[dim]) - self._common(dim) for dim in range(x.ndim)]  # factors to remove
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank computes it from its own shard, in any memory."""
+        return not (any(self.stale) or self.partial or self.owners)
 
     def _common(self, dim: int) -> int:
         """Return the number of factors that stay: those at the start, which have the same blocks in both layouts."""

@@ -21,6 +21,7 @@ from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import bounds_of_part, combine_op, microbatch_dim, with_dim_size, with_global_size
 from .moved_residuals import MovedResiduals
 from .options import REPEATS, Options, pass_names
+from .parameter_moves import ParameterMoves
 from .program_pass import (
     Chosen,
     Completed,

@@ -30,7 +30,7 @@ from ..ir import (
     primitive_name,
     the_call,
 )
-from ..ops import PACK, UNPACK
+from ..ops import PACK, TO_MEMORY, UNPACK
 from .gathers import layer_of_gather
 from .program_pass import Phase, ProgramPass, Scope, Settings
 from .swap import is_view
@@ -128,11 +128,11 @@ def _of_bucket(call: CollectiveCall, packed: fx.Node | None = None) -> Collectiv
 
 
 def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
-    """Whether `node` is a cast or view of a value in an open bucket. If it is, add it to the bucket.
+    """Whether `node` is a cast, view or move of a value in an open bucket. If it is, add it to the bucket.
 
     It must run after the bucket is sent. Linear layers transpose parameters and gradients in this way.
     """
-    if not is_view(node):
+    if not (is_view(node) or node.target is TO_MEMORY):
         return False
     for bucket in open_.values():
         if first_operand(node) in bucket.waiting:

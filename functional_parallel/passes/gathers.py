@@ -63,7 +63,7 @@ class GatherPlacement(ProgramPass):
                 follows = first_operand(node) in found and self.kept.isdisjoint(call.axes)
                 if self.axis in call.axes or follows:
                     found.update([node, *_computed_before(node)])
-            elif _is_view(node) and first_operand(node) in found:
+            elif only_rearranges(node) and first_operand(node) in found:
                 found.add(node)
         return found
 
@@ -140,7 +140,7 @@ class GatherPlan:
         before = [gather]
         while (value := first_operand(before[0])).op == "call_function" and len(value.users) == 1:
             before.insert(0, value)
-        _, *after = reached([gather], lambda node: filter(_is_view, node.users))
+        _, *after = reached([gather], lambda node: filter(only_rearranges, node.users))
         return before[:-1], [gather], sorted(after, key=self.position.__getitem__)
 
 
@@ -159,11 +159,16 @@ def _gather(node: fx.Node) -> CollectiveCall | None:
     return call if call is not None and MICROBATCH not in call.axes else None
 
 
+def is_gather(node: fx.Node) -> bool:
+    """Whether an op gathers a parameter."""
+    return _gather(node) is not None
+
+
 def _moves(node: fx.Node) -> bool:
-    return _is_view(node) or _gather(node) is not None
+    return only_rearranges(node) or is_gather(node)
 
 
-def _is_view(node: fx.Node) -> bool:
+def only_rearranges(node: fx.Node) -> bool:
     return is_view(node) or is_cast(node) or node.target is aten.expand.default
 
 

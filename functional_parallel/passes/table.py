@@ -21,6 +21,7 @@ from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import UnrollMicrobatches
 from .moved_residuals import MovedResiduals
 from .options import REPEATS
+from .parameter_moves import ParameterMoves
 from .program_pass import ProgramPass, Settings
 from .reduce_types import ReduceDtype
 from .rematerialize import RecomputeMarked, Remat
@@ -55,6 +56,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (MovedResiduals, "`offload(activations=…)`"),
     (TransposedGradients, "every program"),
     (GatherPlacement, "`zero(3, …)`"),
+    (ParameterMoves, "`offload(parameters=…)`"),
     (EarlyReductions, "every program"),
     (RecomputeCheap, "every program"),
     (WireFormats, "`compress`"),

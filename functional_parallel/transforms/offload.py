@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar, TypeVar
 
-from ..functions import LocalFunction, Request, explain_keywords
-from ..ops import MEMORIES
-from ..passes import HostMoves, MovedResiduals
+import optree
+import torch
+
+from ..functions import LocalFunction, PyTree, Request, Resolved, SpecTree, explain_keywords
+from ..ops import MEMORIES, memory_now, to_memory
+from ..passes import HostMoves, MovedResiduals, ParameterMoves
 from ..program import parse_bytes
 from ..quantities import is_number
 from ..requests import OffloadedState, Order, RunPass
 from .transform import Transform
+
+T = TypeVar("T")
 
 
 @explain_keywords
@@ -36,8 +41,10 @@ class offload(Transform):
 
     Args:
         state: memory of the optimizer's state and masters, and of the update: "host" or "device".
+        parameters: memory of the parameters at rest. From the host, a layer's parameters move to the device just
+            before their use, or their gather, and again for the backward.
         activations: memory of saved activations.
-        fraction: share of the parameters, by bytes, to which it applies, and of the activations: the first ones.
+        fraction: share of the parameters, by bytes, to which `state` applies, and of the activations: the first ones.
         at_least: the size from which an activation moves: a number of bytes, or a text such as "1MiB".
 
     Raises:
@@ -47,6 +54,7 @@ class offload(Transform):
 
     _: KW_ONLY
     state: str = "device"
+    parameters: str = "device"
     activations: str = "device"
     fraction: float = 1.0
     at_least: int | str = "64KiB"
@@ -54,12 +62,12 @@ class offload(Transform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for kind in ("state", "activations"):
+        for kind in ("state", "parameters", "activations"):
             if getattr(self, kind) not in MEMORIES:
                 known = ", ".join(map(repr, MEMORIES))
                 raise ValueError(f"offload({kind}={getattr(self, kind)!r}): the memories are {known}")
-        if self.state == self.activations == "device":
-            raise ValueError(f"{self.name} moves nothing: pass state='host' or activations='host'")
+        if self.state == self.parameters == self.activations == "device":
+            raise ValueError(f"{self.name} moves nothing: pass state=, parameters= or activations='host'")
         if not (is_number(self.fraction) and 0 < self.fraction <= 1):
             raise ValueError(f"{self.name}: fraction is the share of the bytes, above 0 and at most 1")
         parse_bytes(self.at_least)  # raises for another text
@@ -70,4 +78,21 @@ class offload(Transform):
             asked += [OffloadedState(self.state, self.fraction), RunPass(HostMoves())]
         if self.activations != "device":
             asked.append(RunPass(MovedResiduals(self.activations, parse_bytes(self.at_least), self.fraction)))
-        return f.requesting(*asked)
+        local = f.requesting(*asked)
+        if self.parameters == "device":
+            return local
+
+        def call(resolved: Resolved, params: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
+            return f.run(resolved, optree.tree_map(_on_device, params), *batch)
+
+        return local.then(call, resolver=self._at_rest).requesting(RunPass(ParameterMoves()))
+
+    def _at_rest(self, resolved: Resolved) -> Resolved:
+        count, memory = len(resolved.update), {"memory": self.parameters}
+        moved = [spec.replace(storage={**spec.storage, **memory}) for spec in resolved.specs[:count]]
+        return replace(resolved, specs=(*moved, *resolved.specs[count:]))
+
+
+def _on_device(leaf: T) -> T | torch.Tensor:
+    is_elsewhere = isinstance(leaf, torch.Tensor) and memory_now(leaf) not in ("device", None)
+    return to_memory(leaf, "device") if is_elsewhere else leaf  # type: ignore[arg-type]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import optree
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -12,11 +14,13 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineProgram
+from functional_parallel.program import memories_of
 from sharding_specs import Mesh
 
 from ..memories import tracked_memories, zeros_on_device
 from ..passes.networks import SPLIT, batch, loss, parameters
 from ..pipelines.test_memory import OneRank
+from ..processes import run_on_processes
 from ..program.test_memory import filled, flat_function
 
 OPTIMIZERS = {
@@ -97,7 +101,8 @@ def plans(draw: st.DrawFn) -> tuple[Any, ...]:
     sizes = {"pipe": 2} if last == "pipeline" else {}
     mesh = Mesh({**sizes, "data": 2, **({"tensor": 2} if tensor else {})})
     fraction = draw(st.sampled_from([1.0, 1.0, 0.5, 0.25]))
-    offload = fp.offload(state="host", fraction=fraction)
+    state, parameters = draw(st.sampled_from([("host", "device"), ("host", "host"), ("device", "host")]))
+    offload = fp.offload(state=state, parameters=parameters, fraction=fraction)
     options = {
         "clip": draw(st.sampled_from([None, 0.5])),
         "bucket": draw(st.sampled_from([None, 512, "auto"])),
@@ -114,3 +119,81 @@ def test_the_run_has_the_bits_of_the_run_without(drawn: tuple[Any, ...]) -> None
     assert is_same(a[0].whole(a[1]), b[0].whole(b[1])) and is_same(a[2], b[2])
     assert a[0].program.counts() == b[0].program.counts()
     assert predicted(b[0].program) == measured(b[0].program)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_move_down_and_parameters_up_in_their_types(stage: int) -> None:
+    """ZeRO-Offload: 2Ψ + 2Ψ bytes, divided by the ranks that shard the update, and 4 of the clipping factor."""
+    before = [fp.mixed_precision("bf16", reduce="bf16"), fp.zero(stage, "data")]
+    program = trained(fp.chain(*before, fp.offload()), Mesh(data=2), "adamw", clip=1.0)[0].program
+    count = sum(leaf.numel() for leaf in optree.tree_leaves(parameters(3, 24, 16))) // (2 if stage else 1)
+    assert program.bytes_moved() == {("device", "host"): 2 * count + 4, ("host", "device"): 2 * count}
+    assert program.price().moving > 0
+
+
+@pytest.mark.parametrize("bucket", ["auto", None])
+def test_a_bucket_is_one_transfer(bucket: Any) -> None:
+    plan = fp.chain(fp.mixed_precision("bf16"), fp.zero(2, "data"), fp.offload())
+    program = trained(plan, Mesh(data=2), "adamw", bucket=bucket)[0].program
+    sums = [one for one in program.collectives() if one.kind == "psum_scatter"]
+    gathers = [one for one in program.collectives() if one.kind == "all_gather"]
+    kinds = [move.kind for move in program.moves() if move.operand.ndim]
+    assert kinds.count("device → host") == len(sums) and kinds.count("host → device") == len(gathers)
+    assert str(program.explain()).count("device → host") >= 1
+
+
+def test_state_moves_between_memories(tmp_path: Path) -> None:
+    """A run goes on from a checkpoint, or from a state, of a run in other memories, bit for bit."""
+    zero = fp.zero(2, "data")
+    plain, _, _ = expected = trained(zero, Mesh(data=2), "adamw", steps=4)
+    (x, y), dtype = batch(8, 24, 16), torch.float32
+    plans = [fp.chain(zero, fp.offload()), zero, fp.chain(fp.zero(3, "data"), fp.offload(parameters="host"))]
+    train, state, metrics = trained(plans[0], Mesh(data=2), "adamw", steps=1)
+    for number, plan in enumerate(plans):
+        train.save(state, tmp_path / str(number))
+        train = fp.train_step(loss, OPTIMIZERS["adamw"], Mesh(data=2), plan)
+        restored, moved = train.restore(tmp_path / str(number)), train.load(state)
+        assert is_same(train.whole(restored), train.whole(moved))
+        state, metrics = train(restored, x.to(dtype), y)
+    assert is_same(train.whole(state), plain.whole(expected[1])) and is_same(metrics, expected[2])
+
+
+def on_rank(rank: int) -> bool:
+    """On real processes, and in the memories that the specs say."""
+    before, after = [fp.mixed_precision("bf16"), fp.zero(3, "data")], [fp.accumulate(2)]
+    options: dict[str, Any] = {"clip": 0.5, "reduction": "ordered"}
+    a = trained(fp.chain(*before, *after), Mesh(data=2), "adamw", **options)
+    moved = fp.offload(parameters="host", fraction=0.5)
+    b = trained(fp.chain(*before, moved, *after), Mesh(data=2), "adamw", **options)
+    return is_same(a[0].whole(a[1]), b[0].whole(b[1])) and is_same(a[2], b[2])
+
+
+def test_real_processes() -> None:
+    assert run_on_processes(on_rank, 2) == [True, True]
+
+
+def test_a_program_for_a_device_that_is_absent() -> None:
+    """Its host values are in main memory, and its moves name both."""
+    plan = fp.chain(fp.mixed_precision("fp16"), fp.zero(2, "data"), fp.offload(parameters="host"))
+    train = fp.train_step(loss, OPTIMIZERS["scheduled"], Mesh(data=2), plan, clip=1.0)
+    params, data = parameters(2, 24, 16), batch(8, 24, 16)
+    there = fp.abstract((params, data), device="cuda")
+    program = train.lower(there[0], *there[1])
+    here = train.lower(params, *data)
+    assert program.bytes_moved() == here.bytes_moved() and program.memory().peaks == here.memory().peaks
+    for node, memory in memories_of(program.traced).items():
+        assert all(
+            each.device.type == ("cpu" if memory == "host" or not each.ndim else "cuda") or not each.ndim
+            for each in info(node).results
+        )
+
+
+def test_wrong_orders_and_memories_are_refused() -> None:
+    with pytest.raises(fp.OrderError, match=r"write chain\(zero\(2, 'data'\), offload\(\), accumulate\(2\)\)"):
+        fp.chain(fp.zero(2, "data"), fp.accumulate(2), fp.offload())
+    with pytest.raises(ValueError, match="the memories are 'device', 'host'"):
+        fp.offload(state="tape")
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        fp.offload(fraction=0)
+    with pytest.raises(fp.BudgetError, match=r"of the memory 'host', .* above the budget, at "):
+        trained(fp.offload(), Mesh(), "adamw", memory=fp.Memory(device="1MiB", host="1KiB"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.collectives import COMMUNICATING
 from functional_parallel.ir import info
 from functional_parallel.ir.graph import primitive_name
 from functional_parallel.runtime.execution.codegen import Writer
@@ -37,7 +38,8 @@ def flat_function(program: Any, zeros: Any = torch.zeros) -> Any:
     def line(node: torch.fx.Node, writer: Writer) -> str:
         if primitive_name(node) is not None:
             aval = info(node).val
-            make = writer.constant(partial(zeros, aval.shape, dtype=aval.dtype))
+            result = zeros if primitive_name(node) in COMMUNICATING else torch.zeros
+            make = writer.constant(partial(result, aval.shape, dtype=aval.dtype))
             return f"{make}()"
         if node.target.__name__ == "getitem":
             return f"{writer.names[node.args[0]]}[{node.args[1]}]"

@@ -139,7 +139,10 @@ def _layouts_on_device(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: 
         label = 0 if apart is None else apart.label(shapes)
         packing = FlatPacking(shapes, compute, mesh, axes, optimizer, label, frozen)
         split = packing.split
-        return StepLayout(shapes, packing, compute, kept, packing.summed, packing.whole, split, split, frozen)
+        memories = {spec.memory for spec in optree.tree_leaves(kept)}
+        storage = {"memory": memories.pop()} if len(memories) == 1 else {}
+        flat = optree.tree_map(lambda spec: spec.replace(storage=storage), packing.whole)
+        return StepLayout(shapes, packing, compute, kept, packing.summed, flat, split, split, frozen)
     if resolved.stacks is not None:
         _require_elementwise(resolved.stacks, optimizer, like)
     structure, norm = optree.tree_structure(shapes), (resolved.norm if clipped else None) or (P(),) * len(frozen)
