@@ -60,10 +60,9 @@ def _merge_numbers(traced: Traced, moves: list[fx.Node]) -> None:
 def _move_wholes(traced: Traced, moves: list[fx.Node]) -> list[fx.Node]:
     """Move values instead of all their slices, and before they are widened. Return the moves."""
     found: list[fx.Node] = []
-    for root, group in _by_root(moves).items():
-        paths = {move: _path(move) for move in group}
-        is_all = sum(info(move).aval.numel for move in group) == info(root).aval.numel
-        if not is_all or not any(paths.values()) or root.op != "call_function":
+    for root, paths in _before_moves(moves).items():
+        group = list(paths)
+        if root.op != "call_function" or not any(paths.values()):
             found += group
             continue
         with traced.graph.inserting_after(root):
@@ -81,15 +80,21 @@ def _move_wholes(traced: Traced, moves: list[fx.Node]) -> list[fx.Node]:
     return found
 
 
+def _before_moves(moves: list[fx.Node]) -> dict[fx.Node, dict[fx.Node, list[fx.Node]]]:
+    """Return the values to move, each with the moves that it replaces, and the ops between."""
+    paths, sizes = {move: _path(move) for move in moves}, defaultdict[fx.Node, int](int)
+    for move, path in paths.items():
+        sizes[first_operand([*path, move][0])] += info(move).aval.numel
+    found = defaultdict[fx.Node, dict[fx.Node, list[fx.Node]]](dict)
+    for move, path in paths.items():
+        if sizes[root := first_operand([*path, move][0])] != info(root).aval.numel:  # some slices stay on the device
+            path = path[next((index for index, each in enumerate(path) if widens(each)), len(path)) :]
+        found[first_operand([*path, move][0])][move] = path
+    return found
+
+
 def _reader(copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
     return lambda operand: copies[operand]
-
-
-def _by_root(moves: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    groups: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for move in moves:
-        groups[first_operand(([*_path(move), move])[0])].append(move)
-    return groups
 
 
 def _path(move: fx.Node) -> list[fx.Node]:
