@@ -135,6 +135,11 @@ def test_train_gpt_goes_on_from_what_it_saved(run: Run, tmp_path: Path) -> None:
         run("train_gpt.py", "--mesh", "data=1", *on, "--layers", "2", cwd=tmp_path)
 
 
+def test_offload(run: Run) -> None:
+    text = run("offload.py", "--layers", "4", "--width", "128", "--steps", "1")
+    assert "ZeRO-2, state on the host: fits" in text and "above the budget" in text
+
+
 def test_zero_stages(run: Run, tmp_path: Path) -> None:
     """Stage by stage less is kept; 2Ψ(n−1)/n is sent, and 3Ψ(n−1)/n at stage 3; the loss is the same."""
     text = run("zero_stages.py", "--plot", str(tmp_path / "zero.png"))

@@ -27,9 +27,11 @@ class Memory:
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh, P
     >>> step = fp.compile(lambda x: x * 2, Mesh(), in_specs=P(), out_specs=P(), memory=fp.Memory(device="1KiB"))
-    >>> step(torch.ones(256))
-    Traceback (most recent call last):
-    functional_parallel.errors.BudgetError: ...
+    >>> try:
+    ...     step(torch.ones(256))
+    ... except fp.BudgetError as error:
+    ...     print(str(error).partition(" at ")[0])
+    <lambda>: its predicted peak is 2048 bytes (2.0 KiB) of the memory 'device', 1.0 KiB above the budget,
 
     Args:
         device: bytes of the device's memory, as a number or as text such as "64MiB"; None for no limit. On a machine

@@ -226,8 +226,13 @@ ROWS = [
     Row(
         '"offload_optimizer": {"device": "cpu"}',
         'fp.chain(fp.zero(2, "data"), fp.offload(state="host"))',
-        lambda plan: trained(plan).program.memory().peaks["host"] > 0,
-        "`fp.deepspeed.from_config` reads this key.",
+        trains(DATA, "psum psum_scatter all_gather"),
+        "`fraction` is `ratio`. [Memory tiers](memory_tiers.md) has peaks and bytes.",
+    ),
+    Row(
+        '"offload_param": {"device": "cpu"}',
+        'fp.chain(fp.zero(3, "data"), fp.offload(state="host", parameters="host"))',
+        trains(DATA, "psum all_gather psum_scatter"),
     ),
     Row('"offload_param": {"device": "nvme"}', limit="offloading"),
     Row(

@@ -112,7 +112,12 @@ ROWS = [
         trains(HYBRID, "psum all_gather psum_scatter"),
         "HSDP. Gradients are scattered over the shards first.",
     ),
-    Row("fully_shard(module, offload_policy=CPUOffloadPolicy())", limit="offloading"),
+    Row(
+        "fully_shard(module, offload_policy=CPUOffloadPolicy())",
+        'fp.chain(fp.zero(3, "data"), fp.offload(state="host", parameters="host"))',
+        trains(DATA, "psum all_gather psum_scatter"),
+        'State alone: `fp.offload(state="host")`. See [memory tiers](memory_tiers.md).',
+    ),
     Row(
         "fully_shard(module, shard_placement_fn=lambda parameter: Shard(1))",
         'fp.zero(3, "data", specs={"*weight": P(None, "data"), "*": P("data")})',

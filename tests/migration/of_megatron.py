@@ -294,7 +294,11 @@ ROWS = [
     Row("--context-parallel-size 2", limit="context parallelism"),
     Row("--expert-model-parallel-size 2", limit="expert parallelism"),
     Row("--fp8-format hybrid", limit="FP8"),
-    Row("--optimizer-cpu-offload", limit="offloading"),
+    Row(
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+        'fp.chain(fp.zero(1, "data"), fp.offload(state="host", fraction=0.5))',
+        trains(Mesh(data=2), "psum psum_scatter all_gather"),
+    ),
     Row("--tp-comm-overlap", limit="overlap of a matrix product with its own collective"),
     Row(
         "--async-save",
