@@ -125,7 +125,7 @@ def test_the_run_has_the_bits_of_the_run_without(drawn: tuple[Any, ...]) -> None
 def test_gradients_move_down_and_parameters_up_in_their_types(stage: int) -> None:
     """ZeRO-Offload: 2Ψ + 2Ψ bytes, divided by the ranks that shard the update, and 4 of the clipping factor."""
     before = [fp.mixed_precision("bf16", reduce="bf16"), fp.zero(stage, "data")]
-    program = trained(fp.chain(*before, fp.offload()), Mesh(data=2), "adamw", clip=1.0)[0].program
+    program = trained(fp.chain(*before, fp.offload(state="host")), Mesh(data=2), "adamw", clip=1.0)[0].program
     count = sum(leaf.numel() for leaf in optree.tree_leaves(parameters(3, 24, 16))) // (2 if stage else 1)
     assert program.bytes_moved() == {("device", "host"): 2 * count + 4, ("host", "device"): 2 * count}
     assert program.price().moving > 0
@@ -133,7 +133,7 @@ def test_gradients_move_down_and_parameters_up_in_their_types(stage: int) -> Non
 
 @pytest.mark.parametrize("bucket", ["auto", None])
 def test_a_bucket_is_one_transfer(bucket: Any) -> None:
-    plan = fp.chain(fp.mixed_precision("bf16"), fp.zero(2, "data"), fp.offload())
+    plan = fp.chain(fp.mixed_precision("bf16"), fp.zero(2, "data"), fp.offload(state="host"))
     program = trained(plan, Mesh(data=2), "adamw", bucket=bucket)[0].program
     sums = [one for one in program.collectives() if one.kind == "psum_scatter"]
     gathers = [one for one in program.collectives() if one.kind == "all_gather"]
@@ -147,7 +147,7 @@ def test_state_moves_between_memories(tmp_path: Path) -> None:
     zero = fp.zero(2, "data")
     plain, _, _ = expected = trained(zero, Mesh(data=2), "adamw", steps=4)
     (x, y), dtype = batch(8, 24, 16), torch.float32
-    plans = [fp.chain(zero, fp.offload()), zero, fp.chain(fp.zero(3, "data"), fp.offload(parameters="host"))]
+    plans = [fp.chain(zero, fp.offload(state="host")), zero, fp.chain(fp.zero(3, "data"), fp.offload(state="host", parameters="host"))]
     train, state, metrics = trained(plans[0], Mesh(data=2), "adamw", steps=1)
     for number, plan in enumerate(plans):
         train.save(state, tmp_path / str(number))
@@ -163,7 +163,7 @@ def on_rank(rank: int) -> bool:
     before, after = [fp.mixed_precision("bf16"), fp.zero(3, "data")], [fp.accumulate(2)]
     options: dict[str, Any] = {"clip": 0.5, "reduction": "ordered"}
     a = trained(fp.chain(*before, *after), Mesh(data=2), "adamw", **options)
-    moved = fp.offload(parameters="host", fraction=0.5)
+    moved = fp.offload(state="host", parameters="host", fraction=0.5)
     b = trained(fp.chain(*before, moved, *after), Mesh(data=2), "adamw", **options)
     return is_same(a[0].whole(a[1]), b[0].whole(b[1])) and is_same(a[2], b[2])
 
@@ -174,7 +174,7 @@ def test_real_processes() -> None:
 
 def test_a_program_for_a_device_that_is_absent() -> None:
     """Its host values are in main memory, and its moves name both."""
-    plan = fp.chain(fp.mixed_precision("fp16"), fp.zero(2, "data"), fp.offload(parameters="host"))
+    plan = fp.chain(fp.mixed_precision("fp16"), fp.zero(2, "data"), fp.offload(state="host", parameters="host"))
     train = fp.train_step(loss, OPTIMIZERS["scheduled"], Mesh(data=2), plan, clip=1.0)
     params, data = parameters(2, 24, 16), batch(8, 24, 16)
     there = fp.abstract((params, data), device="cuda")
@@ -190,10 +190,10 @@ def test_a_program_for_a_device_that_is_absent() -> None:
 
 def test_wrong_orders_and_memories_are_refused() -> None:
     with pytest.raises(fp.OrderError, match=r"write chain\(zero\(2, 'data'\), offload\(\), accumulate\(2\)\)"):
-        fp.chain(fp.zero(2, "data"), fp.accumulate(2), fp.offload())
+        fp.chain(fp.zero(2, "data"), fp.accumulate(2), fp.offload(state="host"))
     with pytest.raises(ValueError, match="the memories are 'device', 'host'"):
         fp.offload(state="tape")
     with pytest.raises(ValueError, match="above 0 and at most 1"):
-        fp.offload(fraction=0)
+        fp.offload(state="host", fraction=0)
     with pytest.raises(fp.BudgetError, match=r"of the memory 'host', .* above the budget, at "):
-        trained(fp.offload(), Mesh(), "adamw", memory=fp.Memory(device="1MiB", host="1KiB"))
+        trained(fp.offload(state="host"), Mesh(), "adamw", memory=fp.Memory(device="1MiB", host="1KiB"))
