@@ -246,7 +246,8 @@ class _Placing:
         return rows
 
     def _what_is_missing(self, last: MemoryName, queue: list[Block]) -> str:
-        rest = bytes_of_leaves(self._left(*queue))
+        copies = self._copies(queue, last) if last in self.devices else set()
+        rest = bytes_of_leaves(self._left(*queue) | copies)
         missing = rest + self.used[last] - int(self.limits[last])
         sizes = {
             memory: (readable_bytes(self.used[memory]), readable_bytes(int(self.limits[memory])))

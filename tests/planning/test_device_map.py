@@ -222,7 +222,10 @@ def test_a_tied_weight_has_a_copy_on_the_device_that_uses_it_last() -> None:
     assert found.copies == {1: 320} and found.bytes["host"] == 0
     missing = r"head needs a copy of a tied weight, 320 bytes .* on 1: give it 188 bytes more, or fewer to those before"
     with pytest.raises(fp.BudgetError, match=missing):
-        fp.device_map(stack(3), {0: 600, 1: 644, 2: 900})
+        fp.device_map(stack(3), {0: 600, 1: 644, 2: 200})
+    with pytest.raises(fp.BudgetError, match=r"from layers.1 on, 832 bytes .* Give 1 188 bytes more"):
+        fp.device_map(stack(3), {0: 600, 1: 644})
+    assert fp.device_map(stack(3), {0: 600, 1: 644 + 188}).copies == {1: 320}
 
 
 def test_layers_by_hand() -> None:
