@@ -67,6 +67,8 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "torch_autocast.enabled": ({}, True),
     "torch_autocast.dtype": ({"torch_autocast.enabled": True}, "float16"),
     STAGE: ({}, 1),
+    "zero_optimization.zero_quantized_weights": (WHOLE, True),
+    "zero_optimization.zero_quantized_gradients": (WHOLE, True),
     "zero_optimization.reduce_bucket_size": ({}, 10),
     "zero_optimization.stage3_prefetch_bucket_size": (WHOLE, 0),
     "zero_optimization.stage3_param_persistence_threshold": ({STAGE: 3}, 10),

@@ -93,7 +93,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"ratio: Partial offloading only supported for ZeRO Stage 3\.",
     ),
     ({f"{OFFLOAD}device": "cpu", f"{OFFLOAD}ratio": 1.5, STAGE: 3}, r"ratio: it is a share, from 0 to 1, not 1\.5"),
-    ({"zero_optimization.zero_hpz_partition_size": 8}, r"zero_hpz_partition_size: 8 is refused: ZeRO\+\+"),
+    ({"zero_optimization.zero_hpz_partition_size": 8}, r"zero_hpz_partition_size: 8 is refused: chain zero"),
+    (
+        {STAGE: 2, "zero_optimization.zero_quantized_weights": True},
+        r"zero_quantized_weights: it needs stage 3, .* is 2",
+    ),
     ({TYPE: "OneBitAdam"}, r"optimizer\.type: 'OneBitAdam': 1-bit communication is refused; the types are Adam, "),
     ({TYPE: "Adamm"}, r"optimizer\.type: 'Adamm': .*; the nearest is Adam$"),
     ({f"{PARAMS}max_grad_norm": 1.0}, r"params\.max_grad_norm: 1\.0 is refused: switch to 'gradient_clipping'"),

@@ -58,8 +58,8 @@ def trained(plan: Any, mesh: Mesh, bucket: Any, steps: int = 2, size: int = 16) 
 CASES = {
     "inner": st.sampled_from(sorted(DATA)),
     "ranks": st.sampled_from([(2, 2), (1, 3), (2, 1), (1, 4)]),
-    "before": st.sampled_from(["", "tensor", "remat", "bf16"]),
-    "after": st.sampled_from(["", "accumulate", "each", "pipeline"]),
+    "before": st.sampled_from(["", "tensor", "tensor, split", "remat", "bf16"]),
+    "after": st.sampled_from(["", "accumulate", "each", "pipeline", "offload"]),
     "bucket": st.sampled_from([None, 300, "auto"]),
 }
 
@@ -68,9 +68,15 @@ def check_identity(inner: str, ranks: tuple[int, int], before: str, after: str, 
     chosen, sizes = DATA[inner], dict(zip(("node", "local"), ranks, strict=True))
     used = {each.axis: sizes[each.axis] for each in reversed(chosen)}
     after = "" if after == "pipeline" and inner == "flat" else after
-    named = {"tensor": [TENSOR], "remat": [fp.remat()], "bf16": [BF16]}
+    split = [fp.partition_activations("tensor"), TENSOR]
+    named = {"tensor": [TENSOR], "tensor, split": split, "remat": [fp.remat()], "bf16": [BF16]}
     pipeline = fp.pipeline("pipe", schedule="1f1b", microbatches=2)
-    outer = {"accumulate": [fp.accumulate(2)], "each": [fp.accumulate(2, reduce="each")], "pipeline": [pipeline]}
+    outer = {
+        "offload": [fp.offload(state="host")],
+        "accumulate": [fp.accumulate(2)],
+        "each": [fp.accumulate(2, reduce="each")],
+        "pipeline": [pipeline],
+    }
     others = [axis for axis, name in (("tensor", before), ("pipe", after)) if name.startswith(axis)]
     mesh = Mesh({**used, **dict.fromkeys(others, 2)})
     rows = [[*named.get(before, []), *chosen, *more, *outer.get(after, [])] for more in ([], [compressed(chosen)])]

@@ -16,6 +16,7 @@ from ...transforms import (
     Transform,
     accumulate,
     chain,
+    compress,
     data_parallel,
     mixed_precision,
     offload,
@@ -29,6 +30,7 @@ from .schema import KEYS, defaults
 
 _ZERO = "zero_optimization"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_QUANTISED = (("zero_quantized_weights", "gather", "int8"), ("zero_quantized_gradients", "reduce", "int4"))
 _NO_MATRICES = ("*bias*", "*norm*", "*ln*", "*embed*", "*lm_head*")
 
 
@@ -176,6 +178,9 @@ def _check_rules(
     enabled = [name for name in ("bf16", "fp16", "torch_autocast") if values[f"{name}.enabled"]]
     masters, states = (values[f"bf16.bf16_{name}"] for name in ("master_weights_and_grads", "optimizer_states"))
     parameters = any(path.startswith("optimizer.params") for path in given)
+    for key, *_ in _QUANTISED:
+        if values[f"{_ZERO}.{key}"] and stage != 3:
+            problems.add(f"{_ZERO}.{key}", f"it needs stage 3, and stage is {stage}")
     if stage > 3:
         problems.add(f"{_ZERO}.stage", f"Input should be 0, 1, 2 or 3, not {stage}")
     if stage == 2 and values[f"{_ZERO}.reduce_scatter"] and scaled:
@@ -258,6 +263,9 @@ def _plan(
         threshold = values[f"{_ZERO}.stage3_param_persistence_threshold"]
         prefetch = 1 if values[f"{_ZERO}.stage3_prefetch_bucket_size"] else 0
         parts.append(zero(3, data, whole_below=threshold + 1, prefetch=prefetch))
+        formats: dict[str, Any] = {role: form if values[f"{_ZERO}.{key}"] else None for key, role, form in _QUANTISED}
+        if any(formats.values()):
+            parts.append(compress(data, **formats))
     else:
         parts.append(zero(stage, data) if stage else data_parallel(data))
     if _state_memory(values) == "host":

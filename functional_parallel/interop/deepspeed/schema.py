@@ -38,7 +38,8 @@ _LOGS = "it configures DeepSpeed's logs; a step returns its metrics"
 _OFF = "it configures DeepSpeed's buffers and NVMe; the host's memory is pinned on CUDA, and a bucket moves at once"
 _OFFLOAD = "offloading it is not supported"
 _DEVICES = ("none", "cpu", "nvme")
-_PLUS = "ZeRO++ and MiCS are not supported"
+_PLUS = "LoCo and MiCS are not supported"
+_SECOND = "chain zero(3, 'local') and zero(3, 'node', keep_gathered=True), for a mesh with both axes"
 _PIPELINE = "fp.pipeline cuts the model into stages"
 _SPECS = "chain fp.tensor_parallel(axis, specs) with config.plan"
 _SAVED = "it configures deepspeed.checkpointing; fp.remat in the plan recomputes"
@@ -67,6 +68,8 @@ _ROWS = [
     Key("torch_autocast.enabled", "bool", False, "`mixed_precision(…, params='fp32')`"),
     Key("torch_autocast.dtype", ("bfloat16", "float16", "bf16", "fp16"), "bfloat16", "dtype of the computation"),
     Key(f"{_ZERO}.stage", "int", 0, "`data_parallel` for 0, `zero(stage)` for 1, 2 and 3"),
+    Key(f"{_ZERO}.zero_quantized_weights", "bool", False, "`compress(gather='int8')`, at stage 3"),
+    Key(f"{_ZERO}.zero_quantized_gradients", "bool", False, "`compress(reduce='int4')`, at stage 3"),
     Key(f"{_ZERO}.reduce_bucket_size", "int", 500_000_000, "`train_step(bucket=…)` in bytes; by default 'auto'"),
     Key(f"{_ZERO}.stage3_prefetch_bucket_size", "int", 5 * 10**7, "`zero(3, prefetch=…)`: 1 layer, 0 if it is 0"),
     Key(f"{_ZERO}.stage3_param_persistence_threshold", "int", 100_000, "`zero(3, whole_below=…)`"),
@@ -182,7 +185,7 @@ _ROWS = [
     *_refused(f"{_ZERO}.offload_param", _OFFLOAD, device=(_DEVICES, "none")),
     *_refused(_ZERO, f"{_OFFLOAD}; it is the old name of offload_param", cpu_offload_param=False),
     *_refused(_ZERO, "ZenFlow is not supported", zenflow=_BLOCK),
-    *_refused(_ZERO, _PLUS, zero_hpz_partition_size=1, zero_quantized_weights=False, zero_quantized_gradients=False),
+    *_refused(_ZERO, _SECOND, zero_hpz_partition_size=1),
     *_refused(_ZERO, _PLUS, zero_quantized_nontrainable_weights=False, zeropp_loco_param=_BLOCK),
     *_refused(_ZERO, _PLUS, mics_shard_size=("integer", -1), mics_hierarchical_params_gather=False),
     *_refused("tensor_parallel", _SPECS, autotp_size=0),
