@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from functional_parallel.errors import OrderError
 from functional_parallel.ir import info
-from sharding_specs import Mesh
+from sharding_specs import Mesh, P
 
 from ..ops.test_block_quantiser import bound
 from ..passes.networks import SPLIT, batch, loss, parameters
@@ -180,6 +180,38 @@ def test_secondary_shards_are_gathered_over_the_fast_axis(layers: int, width: in
     assert ("node",) in before and set(after) == {("local",)}
     needed = 8 * sum(w.numel() for w in params[1:])  # of which the backward computes gradients of inputs
     assert more - less == needed // local
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 40), st.sampled_from(["int8", "int4"]), st.sampled_from([2, 16]))
+def test_gathered_parameters_are_within_the_bound(rows: int, columns: int, form: str, block: int) -> None:
+    """Each axis has its own format: the slow one that of the test, and the fast one sends all bits."""
+    w = torch.randn(4 * rows, columns, dtype=torch.float64)
+    fast, slow = fp.zero(3, "local", P("local")), fp.zero(3, "node", P("node"))
+    formats = [fp.compress("local", gather="identity"), fp.compress("node", gather=form, block=block)]
+    local = fp.chain(fast, slow, *formats)(lambda w, x: (w * x).sum())
+    found = fp.compile(fp.grad(local, argnums=1), Mesh(node=2, local=2))(w, torch.ones(4, *w.shape, dtype=w.dtype))
+    assert all(torch.equal(found[0], sample) for sample in found)  # the gathered parameter, on every rank
+    shards = w.view(4, -1)
+    allowed = bound(shards, [rows * columns], f"{form}/{block}").view_as(w)
+    assert ((found[0] - w).abs() <= allowed + 1e-12).all()
+    assert columns == 1 or not torch.equal(found[0], w)
+
+
+def test_the_loss_curve_is_that_of_exact_collectives() -> None:
+    curves = []
+    for more in ([], [fp.compress(("node", "local"))]):
+        plan = fp.chain(BF16, *DATA["secondary"], *more)
+        train = fp.train_step(loss, fp.optim.adamw(0.01), Mesh(node=2, local=2), plan)
+        state, losses = train.init(optree.tree_map(torch.Tensor.float, parameters(2, 16))), []
+        x, y = batch(32, 16)
+        for _ in range(30):
+            state, metrics = train(state, x.float(), y)
+            losses.append(metrics.loss.item())
+        curves.append(losses)
+    exact, close = curves
+    assert close[-1] < close[0] / 4
+    assert max(abs(a - b) for a, b in zip(exact, close, strict=True)) < 0.05 * exact[0]
 
 
 def test_an_overflow_skips_the_step() -> None:
