@@ -2,18 +2,19 @@
 
     python benchmarks/rlhf.py --write
 
-All runs compute in float64, so their rewards are equal on all meshes. Seconds are wall time of one process, with the
-ranks simulated and all programs traced.
+All runs compute in float64, so their rewards are equal on all meshes. Seconds are processor time of one process with
+one thread, with the ranks simulated and all programs traced.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import report
@@ -26,7 +27,11 @@ SHOWN = (0, 5, 10, 20, 30, 40, 50, 59)
 
 def main() -> None:
     args = arguments()
-    rows = [row(name, *mesh, args.steps) for name in args.run for mesh in MESHES]
+    rows = []
+    for name in args.run:
+        for mesh in MESHES:
+            rows.append(row(name, *mesh, args.steps))
+            print(*rows[-1], file=sys.stderr, flush=True)
     shown = [step for step in SHOWN if step < args.steps]
     head = ["run", "mesh", "ZeRO", *(f"step {step}" for step in shown), "held out", "divergence", "seconds"]
     text = report.table(head, rows)
@@ -36,18 +41,25 @@ def main() -> None:
 
 
 def row(name: str, mesh: str, stage: int, steps: int) -> list[str]:
-    began = time.perf_counter()
+    began = processor_seconds()
     script, *options = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "examples" / script), *options, "--double", "--mesh", mesh]
         command += ["--zero", str(stage), "--steps", str(steps), "--plot", f"{folder}/plot.png"]
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
     rewards = re.findall(r"\d+: reward (\S+),", said)
     before, after = re.findall(r"held out, \w+: reward (\S+)", said)
     *_, divergence = re.findall(r"divergence ([\d.]+)", said)
     shown = [rewards[step] for step in SHOWN if step < steps]
-    seconds = f"{time.perf_counter() - began:.0f}"
+    seconds = f"{processor_seconds() - began:.0f}"
     return [name, mesh, str(stage), *shown, f"{before} → {after}", divergence, seconds]
+
+
+def processor_seconds() -> float:
+    """Return the processor time of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def arguments() -> argparse.Namespace:

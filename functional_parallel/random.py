@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from .collectives import keeping_grad_mode
+from .collectives import hidden_axes, keeping_grad_mode
 from .draws import GOLDEN, defined, drawn, mixed, places
 from .errors import RandomKeyError
 from .ir import define_op, register_differentiable
@@ -218,6 +218,11 @@ def _draw(
     splits: Sequence[int],
     p: float | None = None,
 ) -> torch.Tensor:
+    if hidden_axes():  # a transform outside splits this trace too, and adds its axis
+        found: torch.Tensor = (
+            OP(like, key, shape, axes, splits) if p is None else KEPT(like, key, shape, axes, splits, p)
+        )
+        return found
     where = places(like, key, shape, axes, splits)
     is_mapped = any(map(_torch.is_functorch_wrapped, where[-1]))  # by a vmap over the ranks
     return (defined if is_mapped else DRAW)(*where, like.dtype, p)

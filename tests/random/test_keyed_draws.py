@@ -161,6 +161,34 @@ def test_dropout_of_an_activation_split_both_ways(rows: int, columns: int, data:
     fp.testing.assert_equivalent(f, plan, Mesh(data=data, tensor=tensor), w, x, rtol=1e-13)
 
 
+@settings(max_examples=9)
+@given(st.sampled_from([(2, 2), (2, 3), (3, 2)]), st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.booleans())
+def test_each_rank_of_two_axes_draws_its_own_part_alone(
+    sizes: tuple[int, int], rows: int, blocks: int, has_keys: bool
+) -> None:
+    """The transform outside splits the draw of the one inside: no rank draws more, and no key is gathered."""
+    mesh = Mesh(data=sizes[0], tensor=sizes[1])
+    shape = (rows * sizes[0], 2 * blocks * sizes[1])
+    keys = fp.random.fold_in(KEY, torch.arange(shape[0]))
+    split = P(None, (blocks, "tensor"))
+
+    def f(w: Tensor, keys: Tensor) -> Tensor:
+        if has_keys:
+            return w + torch.func.vmap(fp.random.normal)(keys, w)
+        return fp.random.dropout(w * 1, 0.5, key=KEY) + fp.random.uniform(KEY, w)
+
+    inner = fp.partition(f, "tensor", (split, P()), split)
+    step = fp.compile(fp.partition(inner, "data", (P("data"), P("data")), P("data")), mesh)
+    w = torch.arange(1.0, 1 + shape[0] * shape[1], dtype=torch.float64).reshape(shape)
+    wanted = w + torch.stack([fp.random.normal(key, row) for key, row in zip(keys, w, strict=True)])
+    if not has_keys:
+        wanted = fp.random.dropout(w, 0.5, key=KEY) + fp.random.uniform(KEY, w)
+    assert torch.equal(step(w, keys), wanted)
+    assert isinstance(step.program, fp.Program) and step.program.counts() == {}
+    found = [node for node in step.program.traced.nodes if node.target is DRAW]
+    assert found and all(info(node).aval.numel == shape[0] * shape[1] // mesh.size for node in found)
+
+
 def test_fused_dims_draw_by_their_place_in_the_whole() -> None:
     """A dim of 3 blocks whose inner factor is sharded: a rank's elements lie in three runs of the whole."""
 
