@@ -147,7 +147,8 @@ def test_state_moves_between_memories(tmp_path: Path) -> None:
     zero = fp.zero(2, "data")
     plain, _, _ = expected = trained(zero, Mesh(data=2), "adamw", steps=4)
     (x, y), dtype = batch(8, 24, 16), torch.float32
-    plans = [fp.chain(zero, fp.offload(state="host")), zero, fp.chain(fp.zero(3, "data"), fp.offload(state="host", parameters="host"))]
+    both = fp.offload(state="host", parameters="host")
+    plans = [fp.chain(zero, fp.offload(state="host")), zero, fp.chain(fp.zero(3, "data"), both)]
     train, state, metrics = trained(plans[0], Mesh(data=2), "adamw", steps=1)
     for number, plan in enumerate(plans):
         train.save(state, tmp_path / str(number))
