@@ -16,7 +16,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Aval, Role, Traced, first_operand, info, operands_of, update_info
+from ..ir import Aval, NodeInfo, Role, Traced, first_operand, info, operands_of, update_info
 from ..ops import PACK, TO_MEMORY, is_number
 from ..program import memories_of
 from .program_pass import Phase, ProgramPass, Scope
@@ -127,7 +127,7 @@ def _sum_squares_early(traced: Traced, moved: set[fx.Node]) -> None:
         traced.replace(node, total)
 
 
-def _of_one(node: fx.Node, tensor: fx.Node) -> object:
+def _of_one(node: fx.Node, tensor: fx.Node) -> NodeInfo:
     dtype = info(tensor).aval.dtype
     wide = dtype if dtype.itemsize >= 4 else torch.float32
     return info(node)._replace(val=replace(info(node).aval, dtype=wide))

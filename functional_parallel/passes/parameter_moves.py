@@ -36,9 +36,10 @@ class ParameterMoves(ProgramPass):
         for move in list(_moves(traced)):
             moved = _with_views(move)
             uses = [user for each in moved for user in each.users if user not in moved and user.op != "output"]
-            first = min(uses, key=position.__getitem__, default=None)
-            for each in moved if first is not None else ():
-                first.prepend(each)
+            if uses:
+                first = min(uses, key=position.__getitem__)
+                for each in moved:
+                    first.prepend(each)
 
 
 def _moves(traced: Traced) -> Iterator[fx.Node]:
