@@ -43,7 +43,7 @@ def _fold(traced: Traced, node: fx.Node) -> None:
     (x, expanded), known = node.args, info(node)
     (rows, _, columns), inner = known.aval.shape, info(x).aval.shape[2]
     with traced.graph.inserting_before(node):
-        given = info(x)._replace(val=replace(info(x).aval, shape=(rows, inner)), path="")
+        given = known._replace(val=replace(info(x).aval, shape=(rows, inner)), type=info(x).type)
         flat = traced.call(aten.view.default, (x, [rows, inner]), given)
         product = known._replace(val=replace(known.aval, shape=(rows, columns)))
         made = traced.call(aten.mm.default, (flat, expanded.args[0]), product)
