@@ -114,7 +114,8 @@ def test_passes_can_be_switched_off_and_are_listed() -> None:
     params, inputs = parameters(2), batch(8)
     every = compiled(3, bucket=1 << 20).lower(params, *inputs)
     required = ("axes of one rank", "simplify", "microbatches")
-    optional = ("recompute", "gather again", "turned", "gathers", "reductions", "cheap ops again", "buckets", "views")
+    moving = ("recompute", "gather again", "turned", "gathers", "reductions", "cheap ops again", "buckets")
+    optional = (*moving, "folded", "views")
     assert every.passes == (*required, *optional)
     none = compiled(3, bucket=1 << 20, without=optional).lower(params, *inputs)
     assert none.passes == required

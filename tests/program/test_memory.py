@@ -98,6 +98,20 @@ def test_the_predicted_peak_is_the_measured_one(seed: int) -> None:
     assert predicted == found, words
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_predicted_peak_of_generation_is_the_measured_one(mixed: bool) -> None:
+    config = gpt.Config(2, 32, 4, 8)
+    params, specs = split(gpt.init(config, 0))
+    plan = fp.chain(
+        *([fp.mixed_precision("bf16")] if mixed else []), fp.tensor_parallel("tensor", specs), fp.zero(3, "data")
+    )
+    generator = fp.Generator(
+        partial(gpt.cached_logits, config=config), Mesh(data=2, tensor=2), plan, cache=gpt.empty_cache
+    )
+    for name, program in generator.lower(params, rows=4, prompt=30, max_new_tokens=200).items():
+        assert program.memory().peak == measured(program), name
+
+
 def test_what_is_alive_adds_up() -> None:
     _, program = random_step(0)
     memory = program.memory()

@@ -30,7 +30,7 @@ PASSES = (
     *("axes of one rank", "simplify"),
     *("sums once", "casts", "reduction types", "stored types", "reduce each microbatch", "microbatches"),
     *("recompute", "gather again", "remat", "turned", "gathers", "reductions", "cheap ops again"),
-    *("buckets", "in place", "views"),
+    *("buckets", "in place", "folded", "views"),
 )
 REQUIRED = ("axes of one rank", "simplify", "microbatches")
 
