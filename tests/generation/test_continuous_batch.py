@@ -131,7 +131,7 @@ def texts_of(family: str, kind: str) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("T5", "BART")])
-@pytest.mark.every(36)
+@pytest.mark.every(39)
 def test_models_of_transformers_continue_requests(family: str, kind: str) -> None:
     wanted = [generated_by_transformers(model_of(family), [p], new)[0].tolist() for p, new in model_requests()]
     assert texts_of(family, kind) == dict(enumerate(wanted))
