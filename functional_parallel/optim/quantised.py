@@ -25,7 +25,7 @@ from ..functions import PyTree, SpecTree, axis_mesh, explain_keywords, relayout_
 from ..ops import BlockFormat
 from ..quantities import is_positive_int
 from .by_path import ByPathState
-from .optimizer import EMAState, Optimizer, is_declared_elementwise
+from .optimizer import DelayedState, EMAState, Optimizer, is_declared_elementwise
 from .sharded_sums import whole_along
 from .state_trees import like_params, tree_map_params
 
@@ -75,7 +75,7 @@ def quantised(optimizer: Optimizer, form: str = "int8", *, block: int = 256, who
     Raises:
         TypeError: if `optimizer` is not an optimizer.
         ValueError: if the format or a number is not supported, or `optimizer` neither is elementwise nor has `specs`.
-            `init` raises it for the average of `ema`: quantise the optimizer inside of it.
+            `init` raises it for `ema` and `delayed`: quantise the optimizer inside of them.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"quantised takes an fp.optim.Optimizer, not {optimizer!r}")
@@ -102,8 +102,9 @@ class _Quantised:
 
     def init(self, params: PyTree) -> PyTree:
         state = self.inner.init(params)
-        if isinstance(state, EMAState):
-            raise ValueError("quantised(ema(…)) would quantise the average of parameters: write ema(quantised(…))")
+        if isinstance(state, (EMAState, DelayedState)):
+            name = "ema" if isinstance(state, EMAState) else "delayed"
+            raise ValueError(f"quantised({name}(…)) would quantise more than moments: write {name}(quantised(…))")
 
         def one(leaf: PyTree, param: PyTree) -> PyTree:
             is_moment = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == param.shape

@@ -173,6 +173,11 @@ def test_the_loss_curve_is_that_of_the_inner_optimizer() -> None:
         ),
         (lambda: fp.optim.quantised(fp.optim.adamw(0.1), block=0), ValueError, "numbers of elements"),
         (
+            lambda: fp.optim.quantised(fp.optim.delayed(fp.optim.adamw(0.1))).init(params_of()),
+            ValueError,
+            r"delayed\(quantised",
+        ),
+        (
             lambda: fp.optim.quantised(fp.optim.ema(fp.optim.adamw(0.1))).init(params_of()),
             ValueError,
             r"ema\(quantised",
