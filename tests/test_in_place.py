@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import optree
 import pytest
 import torch
 
@@ -211,3 +213,26 @@ def test_results_written_where_the_caller_says() -> None:
 
     with pytest.raises(MutationError, match=r"aten\.max\.dim_max .* use its result, without out="):
         compiled(f)(torch.ones(2))
+
+
+@pytest.mark.parametrize("plan", [fp.zero(2, "data"), fp.chain(fp.zero(3, "data"), fp.offload(state="host"))])
+def test_a_step_that_a_loss_scale_skips_is_in_place(plan: Any) -> None:
+    """The update itself skips, so that no step holds the state twice."""
+    scale = fp.LossScale(initial=2.0**40, window=2, hysteresis=1)
+    precision = fp.mixed_precision("fp16", loss_scale=scale)
+    w, x, found = torch.linspace(-1, 1, 64 * 8).reshape(64, 8), torch.ones(4, 64), []
+    for donate in (True, False):
+        train = fp.train_step(
+            lambda w, x: (x @ w).square().mean(),
+            fp.optim.adamw(0.1),
+            Mesh(data=2),
+            fp.chain(precision, plan),
+            donate=donate,
+        )
+        state, skipped = train.init(w), 0
+        for _ in range(40):
+            state, metrics = train(state, x)
+            skipped += int(metrics.skipped)
+        found.append([*optree.tree_leaves(train.whole(state)), metrics.loss])
+        assert 5 < skipped < 40 and str(train.program).count("adamw_(") == donate
+    assert all(map(torch.equal, *found))

@@ -35,14 +35,17 @@ def fused_adamw_(
     beta2: float,
     weight_decay: float,
     eps: float,
+    skip: torch.Tensor | None = None,
 ) -> None:
-    """Update many parameters in place by torch's fused AdamW. `step` includes this update."""
+    """Update many parameters in place by torch's fused AdamW, unless `skip`. `step` includes this update."""
     # `Tensor.to` waits for the device where it copies a number to it, and `float` where it reads one from it.
     device, is_number = p[0].device, step.device.type == "cpu"
     like = {"dtype": torch.float32, "device": device}
     count = torch.full((), float(step), **like) if is_number else step.to(**like)  # type: ignore[call-overload]
     options: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
     options["lr"] = float(lr) if "cpu" in (lr.device.type, device.type) else lr.to(device, torch.float32)
+    if skip is not None:
+        options["found_inf"] = skip.to(**like)  # type: ignore[call-overload]
     torch._fused_adamw_(p, g, m, v, [], [count] * len(p), amsgrad=False, maximize=False, **options)
 
 

@@ -49,10 +49,32 @@ class InPlaceUpdates(ProgramPass):
     def run(self, traced: Traced, mesh: Mesh) -> None:
         if not any(info(node).donated for node in traced.inputs):
             return
+        _skip_inside(traced)
         with traced.without_output() as new:
             _merge_all(traced, new)
         _unpack_into_old(traced)
         _write_rows(traced)
+
+
+def _skip_inside(traced: Traced) -> None:
+    """Let an update itself skip, instead of a choice between its old and new values, which needs both."""
+    for update in [node for node in traced.nodes if node.target is ADAMW and len(node.args) == _WITHOUT_SKIP]:
+        choices = [(result.args[1], user) for result in update.users for user in result.users]
+        old = (update.args[0], *update.args[2:4])
+        conditions = {user.args[0] for _, user in choices}
+        are_all = len(choices) == len(old) == len(update.users) and len(conditions) == 1
+        if not (are_all and all(user.target is aten.where.self and user.args[1] is old[i] for i, user in choices)):
+            continue
+        with traced.graph.inserting_before(min(user for _, user in choices)):
+            skipping = traced.call(ADAMW, (*update.args, *conditions), info(update))
+            results = {index: traced.call(operator.getitem, (skipping, index), info(user)) for index, user in choices}
+        for index, user in choices:
+            traced.replace(user, results[index])
+        for each in (*update.users, update):
+            traced.graph.erase_node(each)
+
+
+_WITHOUT_SKIP = 10  # arguments of an update
 
 
 def _merge_all(traced: Traced, new: dict[fx.Node, fx.Node]) -> None:
