@@ -56,7 +56,7 @@ def test_the_bits_are_those_of_the_plan_without(
     assert bool(moved) == ("host" in program.memory().peaks)
     if "zb-h1" not in repr(outer):  # there a value may be fetched for the gradients of weights too
         assert moved.get(("device", "host")) == moved.get(("host", "device"))
-    if moves or split == "host":
+    if fraction == 1 or split == "host":  # a share of one value is none
         assert moved or policy == (fp.remat("nothing"),)
 
 
@@ -94,6 +94,17 @@ def test_a_share_is_that_of_the_first_values() -> None:
     down, up = moves[:4], moves[4:]
     assert [position[first_operand(node)] for node in up] == [position[node] for node in reversed(down)]
     assert all(info(node).backward for node in up) and not any(info(node).backward for node in down)
+
+
+def test_a_budget_counts_the_device() -> None:
+    """What moves need not be recomputed. The budget is that of the device."""
+    moves, peak = fp.offload(activations="host", at_least=1), lowered().memory().peak
+    budget = peak // 3
+    with pytest.raises(fp.BudgetError, match="the lowest peak that recomputation reaches"):
+        lowered(fp.remat(budget=lowered(outer=(moves,)).memory().peak))
+    for outer, text in (((), "computed again: all"), ((moves,), "nothing is computed again")):
+        program = lowered(fp.remat(budget=budget), outer=outer)
+        assert program.memory().peak <= budget and text in program.notes[0]
 
 
 def test_small_values_stay() -> None:
