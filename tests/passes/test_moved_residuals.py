@@ -16,6 +16,8 @@ from functional_parallel.ir import first_operand, info
 from functional_parallel.pipelines import PipelineProgram
 from sharding_specs import Mesh
 
+from ..laws.test_offload import measured as measured_peaks
+from ..laws.test_offload import predicted
 from ..lowering import test_for_cuda as cuda
 from ..program.test_memory import measured
 from .test_partition_activations import POLICIES, RULES, SCHEDULES, WIDTH, arguments, blocks, outcome
@@ -37,7 +39,10 @@ SIZE = 256 * 3 * WIDTH * 8  # bytes of the activations between the layers of `bl
 def test_the_bits_are_those_of_the_plan_without(
     policy: Any, stage: int, outer: Any, split: Any, fraction: Any, narrow: bool
 ) -> None:
-    """Activations that are split, moved, or split and then moved. What is sent is that of the split alone."""
+    """Activations that are split, moved, or split and then moved. What is sent is that of the split alone.
+
+    On every rank, the peak of each memory is what a tracker of the run measures.
+    """
     first = (fp.mixed_precision("bf16"),) * narrow + policy
     moves = () if fraction is None else (fp.offload(activations="host", fraction=fraction, at_least=1),)
     mesh, layers = Mesh(data=2, tensor=2), 3
@@ -51,7 +56,12 @@ def test_the_bits_are_those_of_the_plan_without(
 
     (wanted, plain), (found, program) = run(split and "device", ()), run(split, moves)
     assert all(map(torch.equal, found, wanted))
-    assert program.counts() == plain.counts() and program.bytes_sent() == plain.bytes_sent()
+    assert program.counts() == plain.counts()
+    sent, before = program.bytes_sent(), plain.bytes_sent()
+    if "zb-h1" in repr(outer):  # the backward of inputs may need the weight of a norm too, in one of its gathers
+        assert sent.pop(("all_gather", ("data",)), 0) >= before.pop(("all_gather", ("data",)), 0)
+    assert sent == before
+    assert measured_peaks(program) == predicted(program)
     moved = program.bytes_moved()
     assert bool(moved) == ("host" in program.memory().peaks)
     if "zb-h1" not in repr(outer):  # there a value may be fetched for the gradients of weights too
@@ -126,12 +136,13 @@ def test_each_rank_of_a_pipeline_holds_those_of_its_microbatches() -> None:
     assert seen == {"gpipe": [4 * each, 12 * each], "1f1b": [2 * each, 3 * each]}
 
 
-def test_with_state_on_the_host() -> None:
-    whole = fp.offload(state="host", activations="host", at_least=1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_with_state_and_parameters_on_the_host(stage: int) -> None:
+    whole = fp.offload(state="host", parameters="host", activations="host", at_least=1)
     (wanted, _), (found, program) = (
-        outcome(fp.chain(TENSOR, fp.zero(2, "data"), *moves), Mesh(data=2, tensor=2)) for moves in ((), (whole,))
+        outcome(fp.chain(TENSOR, fp.zero(stage, "data"), *moves), Mesh(data=2, tensor=2)) for moves in ((), (whole,))
     )
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, found, wanted)) and measured_peaks(program) == predicted(program)
     assert {one.phase for one in program.moves()} == {"forward", "backward", "update"}
 
 
@@ -167,7 +178,7 @@ def test_programs_for_cuda(staged: bool) -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"offload\(activations='disc'\): the memories are 'device', 'host'"):
         fp.offload(activations="disc")
-    with pytest.raises(ValueError, match="moves nothing: pass state='host' or activations='host'"):
+    with pytest.raises(ValueError, match="moves nothing: pass state=, parameters= or activations='host'"):
         fp.offload()
     with pytest.raises(ValueError, match=r"partition_activations\(memory='disc'\): the memories are"):
         fp.partition_activations("tensor", memory="disc")
