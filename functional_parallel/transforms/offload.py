@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar, TypeVar
 
 import optree
 import torch
+
+from sharding_specs import SpecError, tree_paths
+from sharding_specs.rules import matches_within
 
 from ..functions import LocalFunction, PyTree, Request, Resolved, SpecTree, explain_keywords
 from ..ops import MEMORIES, memory_now, to_memory
@@ -42,7 +46,8 @@ class offload(Transform):
     Args:
         state: memory of the optimizer's state and masters, and of the update: "host" or "device".
         parameters: memory of the parameters at rest. From the host, a layer's parameters move to the device just
-            before their use, or their gather, and again for the backward.
+            before their use, or their gather, and again for the backward. Or memories by patterns of paths, as
+            `{"layers/4-7": "host"}`, or an `fp.device_map`; other parameters stay on the device.
         activations: memory of saved activations.
         fraction: share of the parameters, by bytes, to which `state` applies, and of the activations: the first ones.
         at_least: the size from which an activation moves: a number of bytes, or a text such as "1MiB".
@@ -54,7 +59,7 @@ class offload(Transform):
 
     _: KW_ONLY
     state: str = "device"
-    parameters: str = "device"
+    parameters: str | Mapping[str, str | int] = "device"
     activations: str = "device"
     fraction: float = 1.0
     at_least: int | str = "64KiB"
@@ -62,10 +67,13 @@ class offload(Transform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "parameters", getattr(self.parameters, "by_path", self.parameters))
         for kind in ("state", "parameters", "activations"):
-            if getattr(self, kind) not in MEMORIES:
-                known = ", ".join(map(repr, MEMORIES))
-                raise ValueError(f"offload({kind}={getattr(self, kind)!r}): the memories are {known}")
+            given = getattr(self, kind)
+            for memory in given.values() if isinstance(given, Mapping) else [given]:
+                if memory not in MEMORIES and not (given is not memory and isinstance(memory, int)):
+                    known = ", ".join(map(repr, MEMORIES))
+                    raise ValueError(f"offload({kind}={memory!r}): the memories are {known}")
         if self.state == self.parameters == self.activations == "device":
             raise ValueError(f"{self.name} moves nothing: pass state=, parameters= or activations='host'")
         if not (is_number(self.fraction) and 0 < self.fraction <= 1):
@@ -88,9 +96,19 @@ class offload(Transform):
         return local.then(call, resolver=self._at_rest).requesting(RunPass(ParameterMoves()))
 
     def _at_rest(self, resolved: Resolved) -> Resolved:
-        count, memory = len(resolved.update), {"memory": self.parameters}
-        moved = [spec.replace(storage={**spec.storage, **memory}) for spec in resolved.specs[:count]]
+        count, paths = len(resolved.update), tree_paths(resolved.args[0])
+        memories = [self._memory_of(path) for path in paths]
+        if isinstance(self.parameters, Mapping) and "host" in {*self.parameters.values()} - {*memories}:
+            raise SpecError(f"{self.name}: no parameter matches a pattern of another memory than the device's")
+        pairs = zip(resolved.specs[:count], memories, strict=True)
+        moved = [spec.replace(storage={**spec.storage, "memory": memory}) for spec, memory in pairs]
         return replace(resolved, specs=(*moved, *resolved.specs[count:]))
+
+    def _memory_of(self, path: str) -> str:
+        if isinstance(self.parameters, str):
+            return self.parameters
+        found = next((each for pattern, each in self.parameters.items() if matches_within(pattern, path)), "device")
+        return found if isinstance(found, str) else "device"  # a device with a number
 
 
 def _on_device(leaf: T) -> T | torch.Tensor:

@@ -1,0 +1,95 @@
+"""Unmodified models of transformers under a device map have the bits of the run without, and hold what the map says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import functional_parallel as fp
+from sharding_specs import Mesh, SpecError
+
+from ..models.families import loss_of, made
+
+ALONE = fp.data_parallel("data")
+
+
+def with_map(model: Any, *shares: float, host: float = 1.0) -> Any:
+    whole = sum(each.nbytes for each in model.parameters())
+    devices = dict(enumerate(shares)) if len(shares) > 1 else {"device": shares[0]}
+    return fp.device_map(model, {name: int(share * whole) for name, share in (devices | {"host": host}).items()})
+
+
+@pytest.mark.parametrize("state", ["device", pytest.param("host", marks=pytest.mark.slow)])
+def test_training_with_layers_on_the_host(state: str) -> None:
+    model, batch = made("GPT-2")
+    loss, params = loss_of(model, True)
+    found = with_map(model, 0.7)
+    on_host = sum(each.nbytes for name, each in params.items() if found.memories[name] == "host")
+    assert 0 < on_host < sum(each.nbytes for each in params.values())
+    moved = fp.chain(ALONE, fp.offload(state=state, parameters=found))
+    assert fp.Plan.from_json(moved.to_json()) == moved
+    runs = []
+    for plan in (ALONE, moved):
+        train = fp.train_step(loss, fp.optim.adamw(1e-2), Mesh(data=1), plan)
+        start = train.init(params)
+        after, metrics = train(start, batch)
+        after, metrics = train(after, batch)
+        runs.append([*optree.tree_leaves(train.params(after)), metrics.loss])
+    assert all(map(torch.equal, *runs))
+    forward = fp.compile(moved(loss), Mesh(data=1))
+    assert torch.equal(forward(params, batch), fp.compile(ALONE(loss), Mesh(data=1))(params, batch))
+    assert forward.program.memory().peaks["host"] == on_host
+    assert forward.program.bytes_moved() == {("host", "device"): on_host}
+
+
+def test_the_limits_of_a_map_are_those_of_the_program() -> None:
+    model, batch = made("GPT-2")
+    loss, params = loss_of(model, True)
+    plan, mesh = fp.chain(ALONE, fp.offload(state="device", parameters=with_map(model, 0.7))), Mesh(data=1)
+    peaks = fp.compile(plan(loss), mesh).lower(params, batch).memory().peaks
+    whole = sum(each.nbytes for each in params.values())
+    assert peaks["device"] < whole, "the model does not fit"
+    fp.compile(plan(loss), mesh, memory=fp.Memory(**peaks)).lower(params, batch)
+    with pytest.raises(fp.BudgetError, match="of the memory 'device'"):
+        fp.compile(plan(loss), mesh, memory=fp.Memory(device=peaks["device"] - 1)).lower(params, batch)
+
+
+def test_generation_with_layers_on_the_host() -> None:
+    model = made("Llama")[0].to(torch.float32).eval()
+    fn, params = fp.functional(model)
+    found = with_map(model, 0.7)
+    prompts = [[1, 2, 3], [4, 5]]
+    generator = fp.Generator(fn, Mesh(data=1), fp.chain(ALONE, fp.offload(parameters=found)))
+    text = generator(params, prompts, max_new_tokens=3)
+    assert torch.equal(text.tokens, fp.generate(fn, params, prompts, Mesh(data=1), ALONE, max_new_tokens=3).tokens)
+    on_host = sum(each.nbytes for name, each in params.items() if found.memories[name] == "host")
+    assert generator.programs()["decode"].bytes_moved() == {("host", "device"): on_host}
+
+
+@pytest.mark.slow
+def test_two_devices_and_the_host_are_two_stages() -> None:
+    """The last stage runs the layers of the host."""
+    model, batch = made("GPT-2", n_layer=4)
+    loss, params = loss_of(model, True)
+    found = with_map(model, 0.3, 0.6)
+    assert {*found.memories.values()} == {0, 1, "host"}
+    plan = fp.chain(
+        fp.offload(state="device", parameters=found), fp.pipeline("pipe", microbatches=2, stages=found.stages)
+    )
+    step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=2))
+    torch.testing.assert_close(
+        step(params, batch), torch.func.grad_and_value(loss)(params, batch), rtol=1e-12, atol=1e-14
+    )
+    peaks = [memory.peaks.get("host", 0) for memory in step.program.memory().ranks]
+    assert peaks[0] == 0 and peaks[1] >= found.bytes["host"]
+
+
+def test_patterns_that_move_nothing_are_an_error() -> None:
+    plan = fp.chain(ALONE, fp.offload(parameters={"layer/*": "host"}))
+    with pytest.raises(SpecError, match="no parameter matches a pattern of another memory"):
+        fp.compile(plan(lambda w, x: (w["layers"] * x).sum()), Mesh(data=1))({"layers": torch.ones(2)}, torch.ones(2))
+    with pytest.raises(ValueError, match="parameters='disk'"):
+        fp.offload(parameters={"*": "disk"})
