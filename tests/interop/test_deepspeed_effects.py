@@ -77,6 +77,8 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "zero_optimization.offload_optimizer.ratio": (OFFLOADED, 0.5),
     "zero_optimization.cpu_offload": ({STAGE: 1}, True),
     TO_HOST: ({}, True),
+    "zero_optimization.offload_param.device": (WHOLE, "cpu"),
+    "zero_optimization.cpu_offload_param": (WHOLE, True),
     TYPE: ({}, "Lion"),
     f"{PARAMS}lr": ({}, 0.2),
     f"{PARAMS}betas": (ADAM, [0.5, 0.5]),
@@ -204,3 +206,13 @@ def test_the_ratio_of_an_offloaded_optimizer_is_a_share_of_it() -> None:
     ]
     offloaded = [[each for each in plan.transforms if isinstance(each, fp.offload)] for plan in plans]
     assert offloaded == [[], [fp.offload(fraction=0.5)], [fp.offload()]]
+
+
+def test_offloaded_parameters_have_the_bits_of_the_others() -> None:
+    file, path = BASE | BF16 | WHOLE | {TYPE: "AdamW"}, "zero_optimization.offload_{}.device"
+    both = {path.format("param"): "cpu", path.format("optimizer"): "cpu"}
+    (params, losses, train), (others, as_before, _) = (
+        trained(fp.deepspeed.from_config(nested(file | more), mesh=MESH)) for more in (both, {})
+    )
+    torch.testing.assert_close((params, losses), (others, as_before), rtol=0, atol=0)
+    assert train.program.memory().alive["parameters"] == 0, "those of the device"

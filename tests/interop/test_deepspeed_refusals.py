@@ -86,7 +86,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: 'sum' is refused: a loss is the mean over the batch"),
     ({"zero_optimization.offload_param": {"device": "disk"}}, r"device: it is 'none' or 'cpu' or 'nvme', not 'disk'"),
     ({f"{OFFLOAD}device": "nvme", STAGE: 2}, r"offload_optimizer\.device: 'nvme' is refused: state on disk"),
-    ({f"{OFFLOAD}device": "cpu"}, r"device: DeepSpeed offloads the optimizer at the stages 1, 2 and 3, and stage is 0"),
+    ({"zero_optimization.offload_param.device": "nvme", STAGE: 3}, r"device: 'nvme' is refused: parameters on disk"),
+    ({"zero_optimization.offload_param.device": "cpu", STAGE: 2}, r"offloads it from stage 3 on, and stage is 2"),
+    ({f"{OFFLOAD}device": "cpu"}, r"device: DeepSpeed offloads it from stage 1 on, and stage is 0"),
     ({"zero_optimization.cpu_offload": True, f"{OFFLOAD}device": "cpu", STAGE: 1}, r"cpu_offload: it is the old name"),
     (
         {f"{OFFLOAD}device": "cpu", f"{OFFLOAD}ratio": 0.5, STAGE: 2},
@@ -127,12 +129,17 @@ def test_a_wrong_file_is_refused_by_key_and_reason(values: dict[str, Any], reaso
 
 def test_all_problems_are_reported_at_once() -> None:
     offload = {"device": "cpu", "pin_memory": True}
-    wrong = {"stage": 4, "offload_param": offload, "stage3_gather_fp16_weights_on_model_save": True}
+    wrong = {
+        "stage": 4,
+        "zero_hpz_partition_size": 2,
+        "offload_param": offload,
+        "stage3_gather_fp16_weights_on_model_save": True,
+    }
     with pytest.raises(ValueError) as caught:
         fp.deepspeed.from_config({"zero_optimization": wrong, "trian_batch_size": 8}, mesh=2)
     assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
         "trian_batch_size",
-        "zero_optimization.offload_param.device",
+        "zero_optimization.zero_hpz_partition_size",
         "zero_optimization.stage",
     ]
 

@@ -20,7 +20,13 @@ def left() -> dict[str, Any]:
     """Names of the left sides. Accelerate does not have to be installed for the rest of this module."""
     import accelerate
 
-    plain = ("Accelerator", "init_empty_weights", "infer_auto_device_map", "load_checkpoint_and_dispatch")
+    plain = (
+        "Accelerator",
+        "init_empty_weights",
+        "infer_auto_device_map",
+        "dispatch_model",
+        "load_checkpoint_and_dispatch",
+    )
     names = {name: getattr(accelerate, name) for name in plain}
     plugins = ("DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "DataLoaderConfiguration")
     names |= {name: getattr(accelerate.utils, name) for name in plugins}
@@ -199,6 +205,13 @@ ROWS = [
         'fp.device_map(module, {"device": "1kB", "host": "1MB"})',
         lambda found: found.by_path == {"*": "device"},
         "Memories have limits; the free memory of this machine is not asked. See [device maps](device_maps.md).",
+    ),
+    Row(
+        'dispatch_model(module, {"layers.0": 0, "layers.1": "cpu"})',
+        'found = fp.device_map(module, {"layers/0": "device", "layers/1": "host"})\n'
+        'fp.chain(fp.data_parallel("data"), fp.offload(state="device", parameters=found))',
+        lambda plan: trained(plan).program.memory().peaks["host"] > 0,
+        "Training too. Devices with numbers are stages: `fp.pipeline(stages=found.stages)`.",
     ),
     Row(
         'load_checkpoint_and_dispatch(module, "folder", device_map="auto")',

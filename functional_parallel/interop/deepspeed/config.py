@@ -31,6 +31,8 @@ from .schema import KEYS, defaults
 _ZERO = "zero_optimization"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _QUANTISED = (("zero_quantized_weights", "gather", "int8"), ("zero_quantized_gradients", "reduce", "int4"))
+_OFFLOADED = (("offload_optimizer", "cpu_offload", "state"), ("offload_param", "cpu_offload_param", "parameters"))
+_RATIO = f"{_ZERO}.offload_optimizer.ratio"
 _NO_MATRICES = ("*bias*", "*norm*", "*ln*", "*embed*", "*lm_head*")
 
 
@@ -202,23 +204,28 @@ def _check_rules(
 
 
 def _check_offload(values: Mapping[str, Any], given: Mapping[str, Any], problems: Problems) -> None:
-    stage, path = values[f"{_ZERO}.stage"], f"{_ZERO}.offload_optimizer"
-    device, ratio = values[f"{path}.device"], values[f"{path}.ratio"]
-    if device == "nvme":
-        problems.add(f"{path}.device", "'nvme' is refused: state on disk is not supported; take cpu")
-    if _state_memory(values) == "host" and stage == 0:
-        problems.add(f"{path}.device", "DeepSpeed offloads the optimizer at the stages 1, 2 and 3, and stage is 0")
+    stage, ratio = values[f"{_ZERO}.stage"], values[_RATIO]
+    for name, old, what in _OFFLOADED:
+        path, least = f"{_ZERO}.{name}.", 1 if what == "state" else 3
+        if values[f"{path}device"] == "nvme":
+            problems.add(f"{path}device", f"'nvme' is refused: {what} on disk is not supported; take cpu")
+        if _offloaded(values)[what] == "host" and stage < least:
+            problems.add(f"{path}device", f"DeepSpeed offloads it from stage {least} on, and stage is {stage}")
+        if values[f"{_ZERO}.{old}"] and any(each.startswith(path) for each in given):
+            problems.add(f"{_ZERO}.{old}", f"it is the old name of {name}, which the file has too")
     if ratio > 1:
-        problems.add(f"{path}.ratio", f"it is a share, from 0 to 1, not {ratio!r}")
+        problems.add(_RATIO, f"it is a share, from 0 to 1, not {ratio!r}")
     if ratio < 1 and stage != 3:
-        problems.add(f"{path}.ratio", "Partial offloading only supported for ZeRO Stage 3.")
-    if values[f"{_ZERO}.cpu_offload"] and any(each.startswith(f"{path}.") for each in given):
-        problems.add(f"{_ZERO}.cpu_offload", "it is the old name of offload_optimizer, which the file has too")
+        problems.add(_RATIO, "Partial offloading only supported for ZeRO Stage 3.")
 
 
-def _state_memory(values: Mapping[str, Any]) -> str:
-    is_off = values[f"{_ZERO}.cpu_offload"] or values[f"{_ZERO}.offload_optimizer.device"] == "cpu"
-    return "host" if is_off and values[f"{_ZERO}.offload_optimizer.ratio"] > 0 else "device"
+def _offloaded(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the memories of state and parameters."""
+    found = {
+        what: "host" if values[f"{_ZERO}.{old}"] or values[f"{_ZERO}.{name}.device"] == "cpu" else "device"
+        for name, old, what in _OFFLOADED
+    }
+    return found if values[_RATIO] > 0 else found | {"state": "device"}
 
 
 def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str | None, LossScale | float | None]:
@@ -268,8 +275,8 @@ def _plan(
             parts.append(compress(data, **formats))
     else:
         parts.append(zero(stage, data) if stage else data_parallel(data))
-    if _state_memory(values) == "host":
-        parts.append(offload(state="host", fraction=float(values[f"{_ZERO}.offload_optimizer.ratio"])))
+    if "host" in (memories := _offloaded(values)).values():
+        parts.append(offload(**memories, fraction=float(values[_RATIO]) or 1.0))
     if to_host and not is_split:
         parts.append(offload(activations="host", at_least=1))
     if microbatches > 1:
