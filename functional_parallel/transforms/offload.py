@@ -82,7 +82,7 @@ class offload(Transform):
 
     def apply(self, f: LocalFunction) -> LocalFunction:
         asked: list[Request] = []
-        if self.state != "device":
+        if self.state != "device" or self.parameters != "device":  # which are not updated where they lie
             asked += [OffloadedState(self.state, self.fraction), RunPass(HostMoves())]
         if self.activations != "device":
             asked.append(RunPass(MovedResiduals(self.activations, parse_bytes(self.at_least), self.fraction)))

@@ -205,7 +205,7 @@ def test_the_ratio_of_an_offloaded_optimizer_is_a_share_of_it() -> None:
         for ratio in ratios
     ]
     offloaded = [[each for each in plan.transforms if isinstance(each, fp.offload)] for plan in plans]
-    assert offloaded == [[], [fp.offload(fraction=0.5)], [fp.offload()]]
+    assert offloaded == [[], [fp.offload(state="host", fraction=0.5)], [fp.offload(state="host")]]
 
 
 def test_offloaded_parameters_have_the_bits_of_the_others() -> None:

@@ -87,6 +87,21 @@ def test_two_devices_and_the_host_are_two_stages() -> None:
     assert peaks[0] == 0 and peaks[1] >= found.bytes["host"]
 
 
+@pytest.mark.parametrize("parameters", ["host", {"a": "host"}])
+def test_parameters_on_the_host_are_updated_on_the_device(parameters: Any) -> None:
+    """Without `state=`, the state is on the device."""
+    params = {"a": torch.eye(4), "b": torch.ones(4, 4)}
+    loss = lambda params, x: (x @ params["a"] @ params["b"]).square().mean()  # noqa: E731
+    found = []
+    for plan in (ALONE, fp.chain(ALONE, fp.offload(parameters=parameters))):
+        train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(data=2), plan)
+        state, _ = train(train.init(params), torch.ones(4, 4))
+        found.append(train.params(state))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in params)
+    on_host = 64 if isinstance(parameters, dict) else 128
+    assert train.program.bytes_moved()["device", "host"] == on_host, "the new parameters"
+
+
 def test_patterns_that_move_nothing_are_an_error() -> None:
     plan = fp.chain(ALONE, fp.offload(parameters={"layer/*": "host"}))
     with pytest.raises(SpecError, match="no parameter matches a pattern of another memory"):

@@ -36,7 +36,6 @@ _SUMS = "gradients are always laid out, reduced and overlapped by the program"
 _FILES = "it configures DeepSpeed's checkpoints; train.params(state) returns full parameters"
 _LOGS = "it configures DeepSpeed's logs; a step returns its metrics"
 _OFF = "it configures DeepSpeed's buffers and NVMe; the host's memory is pinned on CUDA, and a bucket moves at once"
-_OFFLOAD = "offloading it is not supported"
 _DEVICES = ("none", "cpu", "nvme")
 _PLUS = "LoCo and MiCS are not supported"
 _SECOND = "chain zero(3, 'local') and zero(3, 'node', keep_gathered=True), for a mesh with both axes"
