@@ -199,6 +199,10 @@ class UncheckedRuleError(Error, ValueError):
     """Raised for a sharding rule with a factor that no sample can split."""
 
 
+class DiskError(Error, RuntimeError):
+    """Raised if values of a run cannot be kept on a disk: it is full, cannot be written, or fails."""
+
+
 class CheckpointError(Error, RuntimeError):
     """Raised for a checkpoint that cannot be written, or that is damaged, incomplete or of another model."""
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..quantities import parse_bytes as parse_bytes
+from ..quantities import readable_bytes as readable_bytes
 from .memory_moves import MemoryMove
 from .traffic import Collective
 
@@ -146,43 +148,6 @@ def _row(members: list[Any], group: str) -> CollectiveRow:
     size = sum(member.bytes for member in members)
     parameters = tuple(dict.fromkeys(path for member in members for path in member.parameters))
     return CollectiveRow(first.kind, axes, len(members), operand, size, first.phase, where, text, parameters)
-
-
-def readable_bytes(count: int) -> str:
-    """Format a number of bytes with a binary unit.
-
-    >>> readable_bytes(1536), readable_bytes(7)
-    ('1.5 KiB', '7 B')
-    """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-_UNITS = (
-    {"": 1, "B": 1}
-    | {f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}
-    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
-)
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(size: int | str) -> int:
-    """Parse a size in bytes: a number, with or without a unit of powers of 1000 (kB, …) or of 1024 (KiB, …).
-
-    >>> parse_bytes("1.5 KiB"), parse_bytes("8GB"), parse_bytes(7)
-    (1536, 8000000000, 7)
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    unit = None if found is None else {name.lower(): factor for name, factor in _UNITS.items()}.get(found[2].lower())
-    if found is None or unit is None or float(found[1]) * unit < 1:
-        raise ValueError(f"{size!r} is no size: write bytes, as 8 << 30, or with a unit, as '8GiB', '8GB' or '512 MiB'")
-    return int(float(found[1]) * unit)
 
 
 def columns(lines: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
