@@ -61,7 +61,7 @@ from .functions import LocalFunction, functional, grad, grad_and_value, hessian,
 from .generation import ContinuousBatch, Generated, Generator, generate
 from .interop import PreparedStep, deepspeed, load_pretrained, prepare, save_pretrained
 from .ir import abstract
-from .ops import constrain, outputs, to_memory
+from .ops import constrain, disk, outputs, to_memory
 from .ops import keyed_draws as _keyed_draws  # its import registers them
 from .partitioner import partition
 from .planning import (
@@ -169,6 +169,7 @@ __all__ = [
     "deepspeed",
     "device_map",
     "diloco",
+    "disk",
     "errors",
     "estimate",
     "even_batches",

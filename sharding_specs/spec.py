@@ -207,22 +207,24 @@ class P:
         return self.replace(storage={}) if self.storage else self
 
     def entered(self) -> P:
-        """Return the spec of the shards inside a program, with only those storages that stay there."""
-        pairs = zip(self.storage.items(), storages_of(self.storage, self), strict=True)
-        return self.replace(storage=dict(each for each, kept in pairs if kept.inside)) if self.storage else self
+        """Return the spec of the shards inside a program, with the storages that they have there."""
+        if not self.storage:
+            return self
+        inside = {name: each.inside for name, each in zip(self.storage, storages_of(self.storage, self), strict=True)}
+        return self.replace(storage={name: word for name, word in inside.items() if word})
 
     def store(self, x: torch.Tensor, since: P | None = None) -> torch.Tensor:
         """Return a shard as a rank keeps it at rest. `since` is a spec with the storages that it already has."""
         held = {} if since is None else since.storage
-        for field, each in zip(self.storage, storages_of(self.storage, self), strict=True):
-            x = x if field in held else each.store(x)
+        for (field, word), each in zip(self.storage.items(), storages_of(self.storage, self), strict=True):
+            x = x if held.get(field) == word else each.store(x)
         return x
 
     def fetch(self, x: torch.Tensor, until: P | None = None) -> torch.Tensor:
         """Return the shard that a rank keeps at rest. The inverse of `store`. `until` has the storages that stay."""
         kept = {} if until is None else until.storage
-        for field, each in reversed([*zip(self.storage, storages_of(self.storage, self), strict=True)]):
-            x = x if field in kept else each.fetch(x)
+        for (field, word), each in reversed([*zip(self.storage.items(), storages_of(self.storage, self), strict=True)]):
+            x = x if kept.get(field) == word else each.fetch(x)
         return x
 
     def only(self, axes: Iterable[str]) -> P:

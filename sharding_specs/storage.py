@@ -18,7 +18,7 @@ from .errors import SpecError
 class Storage(NamedTuple):
     store: Callable[[torch.Tensor], torch.Tensor]
     fetch: Callable[[torch.Tensor], torch.Tensor]
-    inside: bool
+    inside: str  # the word of the shards inside programs; empty if they fetch them
 
 
 _STORAGES: dict[tuple[str, str], Storage] = {}
@@ -30,7 +30,7 @@ def register_storage(
     store: Callable[[torch.Tensor], torch.Tensor],
     fetch: Callable[[torch.Tensor], torch.Tensor],
     *,
-    inside: bool = False,
+    inside: str = "",
 ) -> None:
     """Register how a rank keeps its shard of a value with the spec `P(…, field=word)`.
 
@@ -47,7 +47,8 @@ def register_storage(
         store: returns the stored shard of a shard, with its shape and dtype. It is differentiable, and a trace can
             record it, as one or more ops.
         fetch: the inverse of `store`.
-        inside: whether programs take and return stored shards, which a change of layout fetches.
+        inside: the word of shards inside programs. `word` if they take and return stored shards, which a change of
+            layout fetches; by default, programs fetch shards.
     """
     _STORAGES[field, word] = Storage(store, fetch, inside)
 

@@ -272,9 +272,10 @@ class _Flat:
 
 def _returned(spec: P, x: torch.Tensor) -> torch.Tensor:
     """Return a result as its spec says that it is stored, in the memory of its spec."""
-    if (memory_now(x) or spec.memory) != spec.memory:
-        x = to_memory(x, spec.memory)
-    return spec.store(x, since=spec.entered())
+    inside = spec.entered()
+    if (memory_now(x) or inside.memory) != inside.memory:
+        x = to_memory(x, inside.memory)
+    return spec.store(x, since=inside)
 
 
 def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:

@@ -6,6 +6,7 @@ from .attention_kernels import attention_notes
 from .block_quantiser import IDENTITY, WIRE_FORMATS, BlockFormat, block_format
 from .constrain import OP as CONSTRAIN
 from .constrain import constrain, refuse_idle
+from .disk_blocks import is_on_disk
 from .marks import define_marker
 from .outputs import OP as OUTPUTS
 from .outputs import outputs
@@ -13,12 +14,18 @@ from .packing import PACK, SLICE_SCATTER_IN_PLACE, UNPACK, UNPACK_INTO, packed, 
 from .squares import sum_of_squares
 from .to_memory import (
     MEMORIES,
+    MOVE_INTO,
     TO_MEMORY,
     NumberBeside,
     device_of_memory,
+    disk,
+    is_move,
     is_number,
+    kind_of_memory,
     memory_after,
     memory_now,
+    moved_value,
+    require_memory,
     to_memory,
 )
 from .wire import DEQUANTISE, DEQUANTISE_SUM, QUANTISE, wire_bytes

@@ -38,6 +38,16 @@ class _Block:
 _BLOCKS: dict[int, _Block] = {}  # by the address of their storages
 
 
+def require_folder(folder: str | Path) -> str:
+    """Return the path of a folder in which blocks can be made."""
+    path = str(Path(folder).expanduser().resolve())
+    try:
+        os.close(_nameless(path))
+    except OSError as error:
+        raise DiskError(f"{path}: no block can be made in this folder: {error}. Make the folder first") from error
+    return path
+
+
 def is_on_disk(x: Tensor) -> bool:
     return bool(_BLOCKS) and x.untyped_storage().data_ptr() in _BLOCKS
 

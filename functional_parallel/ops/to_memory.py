@@ -1,13 +1,16 @@
-"""`to_memory(x, memory)`: move a value to another memory, the device's or the host's.
+"""`to_memory(x, memory)`: move a value to another memory: the device's, the host's, or a disk.
 
 On an accelerator, the host's memory is main memory, pinned, and the device's that of the accelerator. On a CPU machine
 both are main memory, and a move is a copy, so that a program needs as much of each memory as it does elsewhere. The
 memory of a value is not stored: it follows from the specs of inputs, the moves, and the operands of each op.
+
+A value on disk is in a file (`disk_blocks`). Programs read it into the memory of the host, and write new values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +22,14 @@ from .. import _torch
 from ..errors import MemoriesError
 from ..ir import define_op, info, operands_of, topological_order
 from ..tracing import recorder
+from .disk_blocks import empty_on_disk, is_on_disk, read, require_folder, write
 
-MEMORIES = ("device", "host")
+MEMORIES = ("device", "host", "disk")
 _CPU = torch.device("cpu")
 
 
 def to_memory(x: Tensor, memory: str) -> Tensor:
-    """Return a copy of a value in a memory: "device" or "host".
+    """Return a copy of a value in a memory: "device", "host", or that of `disk(folder)`.
 
     A derivative moves back: the gradient of `x` is in the memory of `x`. Sharding and results do not change.
 
@@ -44,18 +48,57 @@ def to_memory(x: Tensor, memory: str) -> Tensor:
     Raises:
         MemoriesError: for another memory.
     """
-    if memory not in MEMORIES:
-        raise MemoriesError(f"to_memory(x, {memory!r}): the memories are {', '.join(map(repr, MEMORIES))}")
+    require_memory(memory, f"to_memory(x, {memory!r})")
     source = memory_now(x) or memory, _torch.wished_device(x.device)
     return _move(x, memory, _memory_device(x, memory), *source)
+
+
+def disk(folder: str | Path) -> str:
+    """Return the memory of a folder on a disk, for `P(…, memory=…)` and `to_memory`.
+
+    Values are in files without names, which end with the values or the process: nothing is left behind. A program reads
+    them into the memory of the host.
+
+    >>> import tempfile, torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh, P
+    >>> on_disk = P(memory=fp.disk(tempfile.gettempdir()))
+    >>> add = fp.compile(lambda x: x + 1, Mesh(), in_specs=on_disk, out_specs=on_disk)
+    >>> add(torch.ones(2)), add.program.bytes_moved()
+    (tensor([2., 2.]), {('disk', 'host'): 8, ('host', 'disk'): 8})
+
+    Args:
+        folder: an existing folder. It has the same name on all ranks, and may be a disk of each host.
+
+    Raises:
+        DiskError: if there is no such folder, or it cannot be written.
+    """
+    word = f"disk:{require_folder(folder)}"
+    register_storage("memory", word, _moved(word), _moved("host"), inside="host")
+    return word
+
+
+def kind_of_memory(memory: str) -> str:
+    return memory.partition(":")[0]
+
+
+def require_memory(memory: str, where: str) -> None:
+    if kind_of_memory(memory) not in MEMORIES or memory == "disk":
+        raise MemoriesError(f"{where}: the memories are 'device', 'host' and fp.disk(folder)")
 
 
 def _kernel(x: Tensor, memory: str, *, device: torch.device) -> Tensor:
     if x.is_meta:  # of another rank
         return torch.empty_like(x)
-    pinned = memory == "host" and x.device.type == "cuda"
+    kind, _, folder = memory.partition(":")
+    if kind == "disk":
+        return write(empty_on_disk(x.shape, x.dtype, folder), x)
+    pinned = kind == "host" and x.device.type == "cuda"
     new = torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=pinned)
-    return new.copy_(x)
+    return read(x, new) if is_on_disk(x) else new.copy_(x)
+
+
+def _move_into(target: Tensor, x: Tensor) -> Tensor:
+    return write(target, x) if is_on_disk(target) else target.copy_(x)
 
 
 _Parameter = str | torch.device
@@ -102,6 +145,14 @@ TO_MEMORY: Callable[..., Tensor] = define_op(
 )
 
 
+MOVE_INTO: Callable[..., Tensor] = define_op(  # a move in place of a value that is not needed any more
+    "move_into_(Tensor(a!) target, Tensor x, str memory, *, Device device) -> Tensor(a!)",
+    lambda target, x, memory, *, device: _move_into(target, x),
+    lambda target, x, memory, *, device: target,
+    lambda target, x, memory, *, device: to_memory(x, memory),
+)
+
+
 # --- The memory of a value ---
 
 
@@ -136,8 +187,8 @@ class NumberBeside:
 
 def memory_after(node: fx.Node, memory: Callable[[fx.Node], str | None]) -> str | None:
     """Return the memory of the result of an op, from those of its operands, or that of an input or a constant."""
-    if node.target is TO_MEMORY:
-        return str(node.args[1])
+    if is_move(node):
+        return str(node.args[-1])
     if node.op == "placeholder":
         spec = info(node).spec
         return "device" if spec is None else spec.memory
@@ -152,6 +203,16 @@ def _by_weight(node: fx.Node, memories: Iterable[str | None]) -> Iterator[str]:
     yield from sorted(memory for memory, _ in known)
 
 
+def is_move(node: fx.Node) -> bool:
+    return node.target in (TO_MEMORY, MOVE_INTO)
+
+
+def moved_value(node: fx.Node) -> fx.Node:
+    """Return the operand of a move."""
+    value: fx.Node = node.args[-2]  # type: ignore[assignment]
+    return value
+
+
 def is_number(node: fx.Node) -> bool:
     return all(each is None or not each.ndim for each in info(node).results)
 
@@ -163,7 +224,7 @@ def device_of_memory(memory: str, device: torch.device) -> torch.device:
 
 def _memory_device(x: Tensor, memory: str) -> torch.device:
     device = _torch.wished_device(x.device)
-    return _CPU if memory == "host" else device if _is_elsewhere(device) else _device_now()
+    return _CPU if memory != "device" else device if _is_elsewhere(device) else _device_now()
 
 
 def _device_now() -> torch.device:
@@ -185,4 +246,4 @@ def _moved(memory: str) -> Callable[[Tensor], Tensor]:
     return lambda x: to_memory(x, memory)
 
 
-register_storage("memory", "host", _moved("host"), _moved("device"), inside=True)
+register_storage("memory", "host", _moved("host"), _moved("device"), inside="host")

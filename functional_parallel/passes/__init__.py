@@ -44,3 +44,4 @@ from .split_residuals import SplitResiduals
 from .stored_residuals import StoredResiduals, call_inline, next_op, on_device, restore
 from .table import passes_of
 from .transposed import TransposedGradients
+from .update_groups import UpdateGroups

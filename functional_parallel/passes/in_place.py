@@ -20,12 +20,13 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, first_operand, info, operands_of, primitive_name
-from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, SLICE_SCATTER_IN_PLACE, UNPACK, UNPACK_INTO
+from ..ops import ADAMW, ADAMW_IN_PLACE, MOVE_INTO, PACK, SLICE_SCATTER_IN_PLACE, TO_MEMORY, UNPACK, UNPACK_INTO
 from ..program import aliases_of, memories_of, shares_memory, storage_root
 from .program_pass import Phase, ProgramPass, Scope, Settings
 
 aten = torch.ops.aten
 
+INTO_OLD = {UNPACK: UNPACK_INTO, TO_MEMORY: MOVE_INTO}
 WRITES_IN_PLACE = {
     aten.index_copy.default: aten.index_copy_.default,
     aten.scatter.src: aten.scatter_.src,
@@ -52,7 +53,7 @@ class InPlaceUpdates(ProgramPass):
         _skip_inside(traced)
         with traced.without_output() as new:
             _merge_all(traced, new)
-        _unpack_into_old(traced)
+        _write_into_old(traced)
         _write_rows(traced)
 
 
@@ -155,17 +156,24 @@ def _merge(
             traced.graph.erase_node(update)
 
 
-def _unpack_into_old(traced: Traced) -> None:
-    """Write a value unpacked from a bucket into the donated input that it replaces, if no op reads the input later."""
+def _write_into_old(traced: Traced) -> None:
+    """Write a value that is unpacked from a bucket, or moved, into the donated input that it replaces.
+
+    No op may read the input later. It has the memory of its new value, as both have one spec.
+    """
     position = {node: index for index, node in enumerate(traced.nodes)}
     counts, returned = Counter(traced.outputs), traced.returned()
     for old in traced.inputs:
         index = info(old).updated_output
         new = traced.outputs[index] if index is not None else None
-        if not (isinstance(new, fx.Node) and new.target is UNPACK and info(new).val == info(old).val):
+        if not (isinstance(new, fx.Node) and new.target in INTO_OLD and info(new).val == info(old).val):
             continue
-        if counts[new] == 1 and _dies_at(new, old, position, returned):
-            new.target, new.args = UNPACK_INTO, (old, *new.args)
+        if counts[new] == 1 and _varies_alike(old, new) and _dies_at(new, old, position, returned):
+            new.target, new.args = INTO_OLD[new.target], (old, *new.args)
+
+
+def _varies_alike(old: fx.Node, new: fx.Node) -> bool:
+    return new.target is UNPACK or info(old).type == info(new).type
 
 
 def _write_rows(traced: Traced) -> None:

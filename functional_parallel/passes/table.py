@@ -33,6 +33,7 @@ from .stacked_layers import SeparateLayers
 from .stored_residuals import RecomputeFromStored
 from .transposed import TransposedGradients
 from .trivial import AxesOfOneRank
+from .update_groups import UpdateGroups
 
 PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or option that requests it
     (AxesOfOneRank, "every program"),
@@ -62,6 +63,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (WireFormats, "`compress`"),
     (Buckets, "`bucket=`"),
     (HostMoves, "`offload`"),
+    (UpdateGroups, "`offload`"),
     (InPlaceUpdates, "donated state"),
     (RunningSums, "`pipeline`"),
     (AddedProducts, "donated state, `pipeline`"),

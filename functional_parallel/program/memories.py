@@ -12,7 +12,8 @@ from torch import fx
 
 from ..errors import MemoriesError
 from ..ir import Traced, info, operands_of, primitive_name, source_of
-from ..ops import TO_MEMORY, is_number, memory_after
+from ..ops import is_move, is_number, kind_of_memory, memory_after
+from .aliasing import view_base
 
 
 def memories_of(traced: Traced, outputs: Sequence[str] | None = None) -> dict[fx.Node, str]:
@@ -22,12 +23,12 @@ def memories_of(traced: Traced, outputs: Sequence[str] | None = None) -> dict[fx
         MemoriesError: if the operands of an op are in different memories.
     """
     nodes = [node for node in traced.graph.nodes if node.op != "output"]
-    if not any(node.target is TO_MEMORY or _memory_of_input(node) != "device" for node in nodes):
+    if not any(is_move(node) or _memory_of_input(node) != "device" for node in nodes):
         return dict.fromkeys(nodes, "device")
     known: dict[fx.Node, str | None] = {}
     for node in nodes:
         known[node] = memory_after(node, known.__getitem__)
-        if node.target is not TO_MEMORY:
+        if not is_move(node):
             _require_one(node, known)
     found: dict[fx.Node, str] = {}
     devices = {node: each.device.type for node in nodes for each in info(node).results if each is not None}
@@ -42,7 +43,7 @@ def memories_of(traced: Traced, outputs: Sequence[str] | None = None) -> dict[fx
         readers |= {wanted[node]} if node in wanted else set()
         choose = max if is_number(node) else min  # the device reads numbers of the host
         found[node] = known[node] or (choose(readers) if readers else "device")
-    return found
+    return {node: kind_of_memory(memory) for node, memory in found.items()}
 
 
 def _memory_of_input(node: fx.Node) -> str:
@@ -56,11 +57,16 @@ def _by_device(kind: str | None) -> str:
 
 def _read_in(user: fx.Node, known: dict[fx.Node, str | None]) -> str:
     """Return the memory in which an op reads what is computed from nothing."""
-    return "device" if user.target is TO_MEMORY else known[user] or "device"
+    return "device" if is_move(user) else known[user] or "device"
 
 
 def _require_one(node: fx.Node, known: dict[fx.Node, str | None]) -> None:
     memory = known[node]
+    if memory is not None and kind_of_memory(memory) == "disk" and operands_of(node) and view_base(node) is None:
+        raise MemoriesError(
+            f"{source_of(node) or 'an op'}: {_name(node)} reads {_described(operands_of(node)[0])} on disk. Read it "
+            "first, as fp.to_memory(x, 'device')"
+        )
     wrong = [
         each
         for each in operands_of(node)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..ir import Aval, Source, Traced, first_operand, info
-from ..ops import TO_MEMORY
+from ..ir import Aval, Source, Traced, info
+from ..ops import is_move, moved_value
 from .memories import memories_of
 from .traffic import phases_of
 
@@ -38,10 +38,10 @@ class MemoryMove:
 def moves_of(traced: Traced) -> Iterator[MemoryMove]:
     memories = memories_of(traced)
     for node, phase in phases_of(traced).items():
-        if node.target is TO_MEMORY:
+        if is_move(node):
             known, line = info(node), info(node).used_at or info(node).source
             yield MemoryMove(
-                memories[first_operand(node)], memories[node], known.aval, line, phase, node, known.parameters
+                memories[moved_value(node)], memories[node], known.aval, line, phase, node, known.parameters
             )
 
 

@@ -12,8 +12,8 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Aval, Traced, first_operand, info, operands_of, primitive_name
-from ..ops import TO_MEMORY
+from ..ir import Aval, Traced, info, operands_of, primitive_name
+from ..ops import is_move, moved_value
 from .aliasing import readers_before_writes, view_base
 from .explain import columns, readable_bytes
 from .hardware import Hardware
@@ -255,8 +255,8 @@ class _RankClocks:
     def _compute(self, node: fx.Node) -> None:
         done, nbytes, dtype = flops(node), bytes_moved(node), _dtype(node)
         what, source = "products" if done else "other ops", str(info(node).source or "")
-        if node.target is TO_MEMORY:  # the runtime waits for it
-            nbytes, what = info(node).nbytes, f"{self.memories[first_operand(node)]} → {self.memories[node]}"
+        if is_move(node):  # the runtime waits for it
+            nbytes, what = info(node).nbytes, f"{self.memories[moved_value(node)]} → {self.memories[node]}"
             seconds = self.hardware.host.seconds(nbytes / self.hardware.links_share)
         elif self.memories[node] == "host":
             seconds, done, what = self.hardware.on_host(nbytes), 0, "host ops"

@@ -13,8 +13,8 @@ from sharding_specs import SpecError, tree_paths
 from sharding_specs.rules import matches_within
 
 from ..functions import LocalFunction, PyTree, Request, Resolved, SpecTree, explain_keywords
-from ..ops import MEMORIES, memory_now, to_memory
-from ..passes import HostMoves, MovedResiduals, ParameterMoves
+from ..ops import disk, memory_now, require_memory, to_memory
+from ..passes import HostMoves, MovedResiduals, ParameterMoves, UpdateGroups
 from ..program import parse_bytes
 from ..quantities import is_number
 from ..requests import OffloadedState, Order, RunPass
@@ -44,17 +44,21 @@ class offload(Transform):
     {('device', 'host'): 128, ('host', 'device'): 64}
 
     Args:
-        state: memory of the optimizer's state and masters, and of the update: "host" or "device".
+        state: memory of the optimizer's state and masters: "host" or "device", where the update runs as well, or
+            "disk", which the update reads into the host's memory and writes, group by group.
         parameters: memory of the parameters at rest. From the host, a layer's parameters move to the device just
             before their use, or their gather, and again for the backward. Or memories by patterns of paths, as
             `{"layers/4-7": "host"}`, or an `fp.device_map`; other parameters stay on the device.
         activations: memory of saved activations.
         fraction: share of the parameters, by bytes, to which `state` applies, and of the activations: the first ones.
         at_least: the size from which an activation moves: a number of bytes, or a text such as "1MiB".
+        path: a folder on the disk.
+        group: most bytes of state on disk that are updated at the same time, or one parameter's.
 
     Raises:
-        ValueError: for an unknown memory, if nothing moves, for a fraction that is not above 0 and at most 1, or a size
-            that is none.
+        ValueError: for an unknown memory, if nothing moves, for a fraction that is not above 0 and at most 1, a size
+            that is none, or a missing path.
+        DiskError: if the folder does not exist, or when a state is made, if the disk has no room for it.
     """
 
     _: KW_ONLY
@@ -63,6 +67,8 @@ class offload(Transform):
     activations: str = "device"
     fraction: float = 1.0
     at_least: int | str = "64KiB"
+    path: str | None = None
+    group: int | str = "256MiB"
     order: ClassVar[Order] = Order.MEMORY
 
     def __post_init__(self) -> None:
@@ -71,11 +77,11 @@ class offload(Transform):
         for kind in ("state", "parameters", "activations"):
             given = getattr(self, kind)
             for memory in given.values() if isinstance(given, Mapping) else [given]:
-                if memory not in MEMORIES and not (given is not memory and isinstance(memory, int)):
-                    known = ", ".join(map(repr, MEMORIES))
-                    raise ValueError(f"offload({kind}={memory!r}): the memories are {known}")
+                if given is memory or not isinstance(memory, int):
+                    require_memory(self._word(memory), f"offload({kind}={memory!r})")
         if self.state == self.parameters == self.activations == "device":
             raise ValueError(f"{self.name} moves nothing: pass state=, parameters= or activations='host'")
+        parse_bytes(self.group)
         if not (is_number(self.fraction) and 0 < self.fraction <= 1):
             raise ValueError(f"{self.name}: fraction is the share of the bytes, above 0 and at most 1")
         parse_bytes(self.at_least)  # raises for another text
@@ -83,9 +89,11 @@ class offload(Transform):
     def apply(self, f: LocalFunction) -> LocalFunction:
         asked: list[Request] = []
         if self.state != "device" or self.parameters != "device":  # which are not updated where they lie
-            asked += [OffloadedState(self.state, self.fraction), RunPass(HostMoves())]
+            asked += [OffloadedState(self._word(self.state), self.fraction), RunPass(HostMoves())]
+        if self.state == "disk":
+            asked.append(RunPass(UpdateGroups(parse_bytes(self.group))))
         if self.activations != "device":
-            asked.append(RunPass(MovedResiduals(self.activations, parse_bytes(self.at_least), self.fraction)))
+            asked.append(RunPass(MovedResiduals(self._word(self.activations), parse_bytes(self.at_least), self.fraction)))
         local = f.requesting(*asked)
         if self.parameters == "device":
             return local
@@ -101,7 +109,7 @@ class offload(Transform):
         if isinstance(self.parameters, Mapping) and "host" in {*self.parameters.values()} - {*memories}:
             raise SpecError(f"{self.name}: no parameter matches a pattern of another memory than the device's")
         pairs = zip(resolved.specs[:count], memories, strict=True)
-        moved = [spec.replace(storage={**spec.storage, "memory": memory}) for spec, memory in pairs]
+        moved = [spec.replace(storage={**spec.storage, "memory": self._word(memory)}) for spec, memory in pairs]
         return replace(resolved, specs=(*moved, *resolved.specs[count:]))
 
     def _memory_of(self, path: str) -> str:
@@ -109,6 +117,13 @@ class offload(Transform):
             return self.parameters
         found = next((each for pattern, each in self.parameters.items() if matches_within(pattern, path)), "device")
         return found if isinstance(found, str) else "device"  # a device with a number
+
+    def _word(self, memory: str) -> str:
+        if memory != "disk":
+            return memory
+        if self.path is None:
+            raise ValueError(f"{self.name}: give a folder on the disk, path='/nvme/run'")
+        return disk(self.path)
 
 
 def _on_device(leaf: T) -> T | torch.Tensor:

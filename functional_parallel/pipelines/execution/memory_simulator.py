@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...ir import Aval, info
+from ...ops import MEMORIES
 from ...program import MemoryUse, Program, Storage, StorageTable, extra_memory, kind_of_input
 from ...schedules import Action, Receive, Send
 from ..extract import Subprogram
@@ -22,7 +23,6 @@ from .rank_executor import RankExecutor
 from .schedule_runner import ScheduleRunner, slices_of
 
 Row = tuple[int, str, str, str]  # a storage: bytes, kind, description, source line
-MEMORIES = ("device", "host")
 
 
 def pipeline_memory(program: PipelineStructure) -> PipelineMemory:

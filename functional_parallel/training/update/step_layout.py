@@ -86,7 +86,8 @@ class StepLayout:
 
         def placed(leaf: Any, spec: P) -> P:
             is_number = isinstance(leaf, torch.Tensor) and not leaf.ndim
-            return spec.replace(storage={**spec.storage, "memory": memory}) if is_whole or is_number else spec
+            there = P(memory=memory).entered().memory if is_number else memory  # no number is on disk
+            return spec.replace(storage={**spec.storage, "memory": there}) if is_whole or is_number else spec
 
         return optree.tree_map(placed, state, broadcast_specs(specs, state))
 

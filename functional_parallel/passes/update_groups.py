@@ -1,0 +1,144 @@
+"""Update state that is in a slower memory in groups of bounded bytes: fetch, update and store one group after another.
+
+Without it a step would fetch all state first and store it last, so that the memory of the update would hold all of it
+(the optimizer of ZeRO-Infinity, arXiv 2104.07857 §5.2.2, swaps one group of parameters after another).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, info, operands_of, reached, topological_order
+from ..ops import TO_MEMORY, moved_value
+from .program_pass import Phase, ProgramPass, Scope
+
+
+@dataclass(frozen=True)
+class UpdateGroups(ProgramPass):
+    """Place fetches and stores of state around the updates of groups of parameters.
+
+    A group has at most `size` bytes of state, or one parameter, and runs as soon as its gradients are known.
+    """
+
+    size: int
+    name: ClassVar[str] = "update groups"
+    phase: ClassVar[Phase] = Phase.MOVES
+    scope: ClassVar[Scope] = Scope.STAGE
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        stores = _stores(traced)
+        if not stores:
+            return
+        nodes = list(traced.nodes)
+        position = {node: index for index, node in enumerate(nodes)}
+        fetches = set(stores.values())
+        late = set(reached(fetches, lambda node: [user for user in node.users if user in position]))
+        units = _units(stores, late)
+        cones = [_Cone(unit, late, position) for unit in units]
+        order = _Order(nodes, late, fetches).with_groups(_filled(cones, self.size))
+        for node in order:
+            traced.graph.output_node().prepend(node)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """State that is updated together, usually that of one parameter."""
+
+    stores: tuple[fx.Node, ...]
+    fetches: tuple[fx.Node, ...]
+
+
+class _Cone:
+    """The ops of units, in order, and the position of the last op before them that they need."""
+
+    def __init__(self, unit: _Unit, late: Collection[fx.Node], position: Mapping[fx.Node, int]) -> None:
+        ops = {op: None for store in unit.stores for op in _late_ops(store, late)}
+        before = (position.get(value, 0) for op in ops for value in operands_of(op) if value not in late)
+        self.ops, self.ready = list(ops), max(before, default=0)
+        self.bytes = sum(info(fetch).nbytes for fetch in unit.fetches)
+
+
+def _stores(traced: Traced) -> dict[fx.Node, fx.Node]:
+    """Map the op that stores each new value of the state to the op that fetches the old one."""
+    found = {}
+    for old in traced.inputs:
+        index = info(old).updated_output
+        new = None if index is None else traced.outputs[index]
+        fetches = [user for user in old.users if user.target is TO_MEMORY and moved_value(user) is old]
+        is_stored = isinstance(new, fx.Node) and new.target is TO_MEMORY
+        if is_stored and len(fetches) == len(old.users) == 1 and fetches[0].args[1] != new.args[1]:
+            found[new] = fetches[0]
+    return found
+
+
+def _late_ops(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
+    done = dict[fx.Node, None]()
+    for each in topological_order(node, lambda op: [value for value in operands_of(op) if value in late], done):
+        done[each] = None
+    return list(done)
+
+
+def _units(stores: Mapping[fx.Node, fx.Node], late: Collection[fx.Node]) -> list[_Unit]:
+    """Join the stores whose ops have a fetch in common."""
+    fetches, units = set(stores.values()), dict[fx.Node, _Unit]()  # by each of its fetches
+    for store in stores:
+        ops = _late_ops(store, late)
+        read = {op: None for op in ops if op in fetches}
+        joined = list({id(units[op]): units[op] for op in read if op in units}.values())
+        read.update((op, None) for unit in joined for op in unit.fetches)
+        merged = _Unit((*(each for unit in joined for each in unit.stores), store), tuple(read))
+        units.update(dict.fromkeys(read, merged))
+    return list({id(unit): unit for unit in units.values()}.values())
+
+
+def _filled(cones: Iterable[_Cone], size: int) -> Iterator[list[_Cone]]:
+    """Yield groups of units, in the order in which their gradients are known."""
+    group: list[_Cone] = []
+    for cone in sorted(cones, key=lambda each: each.ready):
+        if group and sum(each.bytes for each in group) + cone.bytes > size:
+            yield group
+            group = []
+        group.append(cone)
+    yield group
+
+
+class _Order:
+    """The ops of a program with the late ones, which depend on fetches, in groups."""
+
+    def __init__(self, nodes: Sequence[fx.Node], late: Collection[fx.Node], fetches: Collection[fx.Node]) -> None:
+        self.nodes, self.late, self.fetches = nodes, late, fetches
+        self.waiting = [node for node in nodes if node in late and node not in fetches]
+        self.found = dict[fx.Node, None]()
+
+    def with_groups(self, groups: Iterable[Sequence[_Cone]]) -> Iterable[fx.Node]:
+        at = 0
+        for group in groups:
+            ready = max(cone.ready for cone in group) + 1
+            self._add(node for node in self.nodes[at:ready] if node not in self.late)
+            at = max(at, ready)
+            ops = [op for cone in group for op in cone.ops]
+            self._add([op for op in ops if op in self.fetches])
+            self._add(ops)
+            self._release()
+        self._add(node for node in self.nodes[at:] if node not in self.late)
+        self._release()
+        return self.found
+
+    def _add(self, nodes: Iterable[fx.Node]) -> None:
+        self.found.update(dict.fromkeys(nodes))
+
+    def _release(self) -> None:
+        """Add the late ops whose operands are known."""
+        left = []
+        for op in self.waiting:
+            if op in self.found or all(value in self.found for value in operands_of(op) if value.op == "call_function"):
+                self._add([op])
+            else:
+                left.append(op)
+        self.waiting = left
