@@ -17,6 +17,7 @@ from .to_memory import (
     MOVE_INTO,
     TO_MEMORY,
     NumberBeside,
+    copy_beside,
     device_of_memory,
     disk,
     is_move,

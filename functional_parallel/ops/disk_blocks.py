@@ -52,6 +52,10 @@ def is_on_disk(x: Tensor) -> bool:
     return bool(_BLOCKS) and x.untyped_storage().data_ptr() in _BLOCKS
 
 
+def folder_of(x: Tensor) -> str:
+    return _BLOCKS[x.untyped_storage().data_ptr()].folder
+
+
 def empty_on_disk(shape: Sequence[int], dtype: torch.dtype, folder: str) -> Tensor:
     """Return a tensor of zeros in a new block of a folder. Its bytes are reserved.
 

@@ -22,7 +22,7 @@ from .. import _torch
 from ..errors import MemoriesError
 from ..ir import define_op, info, operands_of, topological_order
 from ..tracing import recorder
-from .disk_blocks import empty_on_disk, is_on_disk, read, require_folder, write
+from .disk_blocks import empty_on_disk, folder_of, is_on_disk, read, require_folder, write
 
 MEMORIES = ("device", "host", "disk")
 _CPU = torch.device("cpu")
@@ -99,6 +99,15 @@ def _kernel(x: Tensor, memory: str, *, device: torch.device) -> Tensor:
 
 def _move_into(target: Tensor, x: Tensor) -> Tensor:
     return write(target, x) if is_on_disk(target) else target.copy_(x)
+
+
+def copy_beside(x: Tensor) -> Tensor:
+    """Return a dense copy of a tensor outside programs, in the memory that it is in."""
+    if is_on_disk(x):
+        return write(empty_on_disk(x.shape, x.dtype, folder_of(x)), x)
+    if x.device.type == "cpu" and x.is_pinned():
+        return torch.empty_like(x, memory_format=torch.contiguous_format, pin_memory=True).copy_(x)
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 _Parameter = str | torch.device
@@ -209,7 +218,7 @@ def is_move(node: fx.Node) -> bool:
 
 def moved_value(node: fx.Node) -> fx.Node:
     """Return the operand of a move."""
-    value: fx.Node = node.args[-2]  # type: ignore[assignment]
+    value: fx.Node = node.args[-2]
     return value
 
 

@@ -39,9 +39,9 @@ class UpdateGroups(ProgramPass):
         position = {node: index for index, node in enumerate(nodes)}
         fetches = set(stores.values())
         late = set(reached(fetches, lambda node: [user for user in node.users if user in position]))
-        units = _units(stores, late)
-        cones = [_Cone(unit, late, position) for unit in units]
-        order = _Order(nodes, late, fetches).with_groups(_filled(cones, self.size))
+        late.update(_waiting_inputs(nodes, late))
+        cones = [_Cone(unit, late, position) for unit in _units(stores, late)]
+        order = _Order(nodes, late, cones).with_groups(_filled(cones, self.size))
         for node in order:
             traced.graph.output_node().prepend(node)
 
@@ -55,7 +55,7 @@ class _Unit:
 
 
 class _Cone:
-    """The ops of units, in order, and the position of the last op before them that they need."""
+    """The late ops of a unit, in order, and the position of the last other op that they need."""
 
     def __init__(self, unit: _Unit, late: Collection[fx.Node], position: Mapping[fx.Node, int]) -> None:
         ops = {op: None for store in unit.stores for op in _late_ops(store, late)}
@@ -69,11 +69,24 @@ def _stores(traced: Traced) -> dict[fx.Node, fx.Node]:
     found = {}
     for old in traced.inputs:
         index = info(old).updated_output
-        new = None if index is None else traced.outputs[index]
+        new = traced.outputs[index] if index is not None else None
         fetches = [user for user in old.users if user.target is TO_MEMORY and moved_value(user) is old]
-        is_stored = isinstance(new, fx.Node) and new.target is TO_MEMORY
-        if is_stored and len(fetches) == len(old.users) == 1 and fetches[0].args[1] != new.args[1]:
+        if not isinstance(new, fx.Node) or new.target is not TO_MEMORY:
+            continue
+        if len(fetches) == len(old.users) == 1 and fetches[0].args[1] != new.args[1]:
             found[new] = fetches[0]
+    return found
+
+
+def _waiting_inputs(nodes: Sequence[fx.Node], late: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the ops on inputs alone that only late ops read, such as moves of parameters, which take memory."""
+    of_inputs, found = set[fx.Node](), set[fx.Node]()
+    for node in nodes:
+        if all(value.op != "call_function" or value in of_inputs for value in operands_of(node)) and node not in late:
+            of_inputs.add(node)
+    for node in reversed(nodes):
+        if node in of_inputs and node.users and all(user in late or user in found for user in node.users):
+            found.add(node)
     return found
 
 
@@ -109,11 +122,12 @@ def _filled(cones: Iterable[_Cone], size: int) -> Iterator[list[_Cone]]:
 
 
 class _Order:
-    """The ops of a program with the late ones, which depend on fetches, in groups."""
+    """The ops of a program with those of some groups later."""
 
-    def __init__(self, nodes: Sequence[fx.Node], late: Collection[fx.Node], fetches: Collection[fx.Node]) -> None:
-        self.nodes, self.late, self.fetches = nodes, late, fetches
-        self.waiting = [node for node in nodes if node in late and node not in fetches]
+    def __init__(self, nodes: Sequence[fx.Node], late: Collection[fx.Node], cones: Iterable[_Cone]) -> None:
+        self.nodes, self.late = nodes, late
+        grouped = {op for cone in cones for op in cone.ops}
+        self.waiting = [node for node in nodes if node in late and node not in grouped]
         self.found = dict[fx.Node, None]()
 
     def with_groups(self, groups: Iterable[Sequence[_Cone]]) -> Iterable[fx.Node]:
@@ -123,7 +137,6 @@ class _Order:
             self._add(node for node in self.nodes[at:ready] if node not in self.late)
             at = max(at, ready)
             ops = [op for cone in group for op in cone.ops]
-            self._add([op for op in ops if op in self.fetches])
             self._add(ops)
             self._release()
         self._add(node for node in self.nodes[at:] if node not in self.late)

@@ -11,6 +11,7 @@ import torch
 from .. import _torch
 from ..functions import PyTree
 from ..ir import Aval, hollow
+from ..ops import copy_beside
 
 Part = torch.Tensor | list[torch.Tensor]  # a value on one rank of a pipeline: its tensor, or one per class of ranks
 
@@ -82,6 +83,6 @@ def copy_if_aliased(handle: PyTree, taken: set[int]) -> PyTree:
     if not isinstance(handle, torch.Tensor):
         return handle
     if not handle.is_contiguous() or storages(handle) & taken:
-        handle = handle.clone(memory_format=torch.contiguous_format)
+        handle = copy_beside(handle)
     taken |= storages(handle)
     return handle

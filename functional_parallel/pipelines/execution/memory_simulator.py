@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ...ir import Aval, info
-from ...ops import MEMORIES
+from ...ops import MEMORIES, kind_of_memory
 from ...program import MemoryUse, Program, Storage, StorageTable, extra_memory, kind_of_input
 from ...schedules import Action, Receive, Send
 from ..extract import Subprogram
@@ -187,7 +187,7 @@ class _OneRank:
     def _input(self, node: fx.Node) -> Value:
         size = info(node).aval.nbytes * (self.program.schedule.microbatches if node in self.program.cut_dims else 1)
         spec = info(node).spec
-        tally = self.tally if spec is None else self.tallies[spec.memory]
+        tally = self.tally if spec is None else self.tallies[kind_of_memory(spec.memory)]
         return (SimulatedStorage(tally, size, kind_of_input(node), str(info(node).path or node.name)),)
 
     def _constant(self, tensor: torch.Tensor, memory: str = "device") -> SimulatedStorage:
