@@ -18,6 +18,7 @@ from .to_memory import (
     TO_MEMORY,
     NumberBeside,
     copy_beside,
+    copy_into,
     device_of_memory,
     disk,
     is_move,
@@ -27,6 +28,7 @@ from .to_memory import (
     memory_now,
     moved_value,
     require_memory,
+    room_for,
     to_memory,
 )
 from .wire import DEQUANTISE, DEQUANTISE_SUM, QUANTISE, wire_bytes

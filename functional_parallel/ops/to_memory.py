@@ -86,19 +86,28 @@ def require_memory(memory: str, where: str) -> None:
         raise MemoriesError(f"{where}: the memories are 'device', 'host' and fp.disk(folder)")
 
 
-def _kernel(x: Tensor, memory: str, *, device: torch.device) -> Tensor:
+def room_for(x: Tensor, memory: str, *, device: torch.device) -> Tensor:
+    """Return an empty tensor for a copy of `x` in a memory."""
     if x.is_meta:  # of another rank
         return torch.empty_like(x)
     kind, _, folder = memory.partition(":")
     if kind == "disk":
-        return write(empty_on_disk(x.shape, x.dtype, folder), x)
-    pinned = kind == "host" and x.device.type == "cuda"
-    new = torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=pinned)
-    return read(x, new) if is_on_disk(x) else new.copy_(x)
+        return empty_on_disk(x.shape, x.dtype, folder)
+    is_pinned = kind == "host" and x.device.type == "cuda"
+    return torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=is_pinned)
 
 
-def _move_into(target: Tensor, x: Tensor) -> Tensor:
-    return write(target, x) if is_on_disk(target) else target.copy_(x)
+def copy_into(target: Tensor, x: Tensor) -> Tensor:
+    """Copy a tensor into one of another memory, and return that."""
+    if x.is_meta:
+        return target
+    if is_on_disk(target):
+        return write(target, x.cpu())
+    if not is_on_disk(x):
+        return target.copy_(x)
+    if target.device.type == "cpu":
+        return read(x, target)
+    return target.copy_(read(x, torch.empty(x.shape, dtype=x.dtype, pin_memory=True)))
 
 
 def copy_beside(x: Tensor) -> Tensor:
@@ -147,7 +156,7 @@ _move: Callable[..., Tensor] = _ToMemory.apply
 
 TO_MEMORY: Callable[..., Tensor] = define_op(
     "to_memory(Tensor x, str memory, *, Device device) -> Tensor",
-    _kernel,
+    lambda x, memory, *, device: copy_into(room_for(x, memory, device=device), x),
     lambda x, memory, *, device: x.new_empty(x.shape, device=device),
     lambda x, memory, *, device: to_memory(x, memory),
     merges=False,  # what the update fetches is not kept from the forward
@@ -156,7 +165,7 @@ TO_MEMORY: Callable[..., Tensor] = define_op(
 
 MOVE_INTO: Callable[..., Tensor] = define_op(  # a move in place of a value that is not needed any more
     "move_into_(Tensor(a!) target, Tensor x, str memory, *, Device device) -> Tensor(a!)",
-    lambda target, x, memory, *, device: _move_into(target, x),
+    lambda target, x, memory, *, device: copy_into(target, x),
     lambda target, x, memory, *, device: target,
     lambda target, x, memory, *, device: to_memory(x, memory),
 )

@@ -23,10 +23,12 @@ from .program_pass import Phase, ProgramPass, Scope
 class UpdateGroups(ProgramPass):
     """Place fetches and stores of state around the updates of groups of parameters.
 
-    A group has at most `size` bytes of state, or one parameter, and runs as soon as its gradients are known.
+    A group has at most `size` bytes of state, or one parameter, and runs as soon as its gradients are known. The state
+    of `ahead` more groups is fetched before.
     """
 
     size: int
+    ahead: int = 1
     name: ClassVar[str] = "update groups"
     phase: ClassVar[Phase] = Phase.MOVES
     scope: ClassVar[Scope] = Scope.STAGE
@@ -41,7 +43,7 @@ class UpdateGroups(ProgramPass):
         late = set(reached(fetches, lambda node: [user for user in node.users if user in position]))
         late.update(_waiting_inputs(nodes, late))
         cones = [_Cone(unit, late, position) for unit in _units(stores, late)]
-        order = _Order(nodes, late, cones).with_groups(_filled(cones, self.size))
+        order = _Order(nodes, late, cones).with_groups(list(_filled(cones, self.size)), self.ahead)
         for node in order:
             traced.graph.output_node().prepend(node)
 
@@ -61,7 +63,7 @@ class _Cone:
         ops = {op: None for store in unit.stores for op in _late_ops(store, late)}
         before = (position.get(value, 0) for op in ops for value in operands_of(op) if value not in late)
         self.ops, self.ready = list(ops), max(before, default=0)
-        self.bytes = sum(info(fetch).nbytes for fetch in unit.fetches)
+        self.fetches, self.bytes = unit.fetches, sum(info(fetch).nbytes for fetch in unit.fetches)
 
 
 def _stores(traced: Traced) -> dict[fx.Node, fx.Node]:
@@ -130,14 +132,15 @@ class _Order:
         self.waiting = [node for node in nodes if node in late and node not in grouped]
         self.found = dict[fx.Node, None]()
 
-    def with_groups(self, groups: Iterable[Sequence[_Cone]]) -> Iterable[fx.Node]:
+    def with_groups(self, groups: Sequence[Sequence[_Cone]], ahead: int) -> Iterable[fx.Node]:
         at = 0
-        for group in groups:
+        for number, group in enumerate(groups):
             ready = max(cone.ready for cone in group) + 1
             self._add(node for node in self.nodes[at:ready] if node not in self.late)
             at = max(at, ready)
-            ops = [op for cone in group for op in cone.ops]
-            self._add(ops)
+            for later in groups[number : number + ahead + 1]:
+                self._add(fetch for cone in later for fetch in cone.fetches)
+            self._add(op for cone in group for op in cone.ops)
             self._release()
         self._add(node for node in self.nodes[at:] if node not in self.late)
         self._release()

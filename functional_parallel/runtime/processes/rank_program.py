@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ...collectives import OWNED, CollectiveCall
-from ...ir import Aval, collective_call, info, the_call
+from ...ir import Aval, collective_call, info, operands_of, the_call
 from ...program import (
     Program,
     is_only_use_of_own_memory,
@@ -25,6 +25,7 @@ from ...program import (
 from ..calls import PendingCollective
 from ..execution import Recorded, Writer, with_regions
 from .process_communicator import ProcessCommunicator
+from .started_moves import LEAST, ended_before, start_of
 
 Readers = Mapping[fx.Node, Sequence[fx.Node]]  # by op that writes into operands, the ops that must have read them
 
@@ -40,8 +41,11 @@ class RankProgram:
             traced, readers = program.traced, readers_before_writes(program.traced)
             order = overlapped(traced, readers)
         self.absent = program.absent(communicator.rank) if traced is program.traced else frozenset()
+        is_started = traced is program.traced and not record and not program.is_captured
+        moves = [move for move in program.moves() if move.bytes >= LEAST and is_started]
+        self.moves = {move.node: move for move in moves}
         before = dict(self.readers(order, readers))
-        for node, ended in one_scatter_at_a_time(order).items():
+        for node, ended in (*one_scatter_at_a_time(order).items(), *ended_before(order, moves).items()):
             before[node] = [*before.get(node, ()), *ended]
         self.writer = Writer(
             traced, self.line, order=order, readers=before, record=self.record, recorded=program.is_captured
@@ -63,6 +67,9 @@ class RankProgram:
             writer.pending.add(node)
             operands = [writer.argument(x, text) for x in self.operands(node)]
             return f"{writer.constant(self.start(node))}({', '.join(operands)})"
+        if node in self.moves:
+            writer.pending.add(node)
+            return f"{writer.constant(start_of(self.moves[node]))}({', '.join(text(x) for x in operands_of(node))})"
         if call is not None and call.kind == "pscatter":
             return self._slice(node, call, writer)
         if call is not None:
