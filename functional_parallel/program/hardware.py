@@ -67,6 +67,7 @@ class Hardware:
         both_ways: fraction of a link's rate that each direction reaches while both carry data. Through the memory of
             the host it can be far below 1. Broadcasts, scatters, gathers and reductions to one rank use one direction.
         host: a move between the memories of a rank and its host, while all ranks of the host move.
+        disk: a move between a rank's memories and its share of a disk, in one direction.
         host_bandwidth: bytes per second of the host's memory for the ops of a rank, while all ranks compute there.
     """
 
@@ -86,6 +87,7 @@ class Hardware:
     both_ways: float = 1.0
     host: Line = Line(10e-6, 1 / 25e9)
     host_bandwidth: float = 50e9
+    disk: Line = Line(100e-6, 1 / 2e9)
 
     def __post_init__(self) -> None:
         names = (

@@ -43,7 +43,7 @@ def memories_of(traced: Traced, outputs: Sequence[str] | None = None) -> dict[fx
         readers |= {wanted[node]} if node in wanted else set()
         choose = max if is_number(node) else min  # the device reads numbers of the host
         found[node] = known[node] or (choose(readers) if readers else "device")
-    return {node: kind_of_memory(memory) for node, memory in found.items()}
+    return found
 
 
 def _memory_of_input(node: fx.Node) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..ir import Role, Traced, info, operands_of, primitive_name, reached, residuals
+from ..ops import kind_of_memory
 from . import extra_memory
 from .aliasing import mutated_operands, view_base
 from .explain import readable_bytes
@@ -122,7 +123,7 @@ class StorageTable:
 
     @functools.cached_property
     def memories(self) -> dict[fx.Node, str]:
-        return memories_of(self.traced, self.returned)
+        return {node: kind_of_memory(each) for node, each in memories_of(self.traced, self.returned).items()}
 
     def memory(self) -> MemoryUse:
         names = sorted(set(self.memories.values()) - {"device"})

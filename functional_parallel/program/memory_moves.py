@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir import Aval, Source, Traced, info
-from ..ops import is_move, moved_value
+from ..ops import is_move, kind_of_memory, moved_value
 from .memories import memories_of
 from .traffic import phases_of
 
@@ -40,9 +40,8 @@ def moves_of(traced: Traced) -> Iterator[MemoryMove]:
     for node, phase in phases_of(traced).items():
         if is_move(node):
             known, line = info(node), info(node).used_at or info(node).source
-            yield MemoryMove(
-                memories[moved_value(node)], memories[node], known.aval, line, phase, node, known.parameters
-            )
+            link = kind_of_memory(memories[moved_value(node)]), kind_of_memory(memories[node])
+            yield MemoryMove(*link, known.aval, line, phase, node, known.parameters)
 
 
 def bytes_of_moves(found: Iterable[MemoryMove]) -> dict[tuple[str, str], int]:

@@ -13,7 +13,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Aval, Traced, info, operands_of, primitive_name
-from ..ops import is_move, moved_value
+from ..ops import is_move, kind_of_memory, moved_value
 from .aliasing import readers_before_writes, view_base
 from .explain import columns, readable_bytes
 from .hardware import Hardware
@@ -256,8 +256,10 @@ class _RankClocks:
         done, nbytes, dtype = flops(node), bytes_moved(node), _dtype(node)
         what, source = "products" if done else "other ops", str(info(node).source or "")
         if is_move(node):  # the runtime waits for it
-            nbytes, what = info(node).nbytes, f"{self.memories[moved_value(node)]} → {self.memories[node]}"
-            seconds = self.hardware.host.seconds(nbytes / self.hardware.links_share)
+            ends = [kind_of_memory(self.memories[each]) for each in (moved_value(node), node)]
+            nbytes, what = info(node).nbytes, " → ".join(ends)
+            link = self.hardware.disk if "disk" in ends else self.hardware.host
+            seconds = link.seconds(nbytes / self.hardware.links_share)
         elif self.memories[node] == "host":
             seconds, done, what = self.hardware.on_host(nbytes), 0, "host ops"
         else:

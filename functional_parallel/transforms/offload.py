@@ -46,7 +46,7 @@ class offload(Transform):
     Args:
         state: memory of the optimizer's state and masters: "host" or "device", where the update runs as well, or
             "disk", which the update reads into the host's memory and writes, group by group.
-        parameters: memory of the parameters at rest. From the host, a layer's parameters move to the device just
+        parameters: memory of the parameters at rest. From the host or a disk, a layer's parameters move to the device just
             before their use, or their gather, and again for the backward. Or memories by patterns of paths, as
             `{"layers/4-7": "host"}`, or an `fp.device_map`; other parameters stay on the device.
         activations: memory of saved activations.
@@ -88,12 +88,13 @@ class offload(Transform):
 
     def apply(self, f: LocalFunction) -> LocalFunction:
         asked: list[Request] = []
-        if self.state != "device" or self.parameters != "device":  # which are not updated where they lie
+        if self.state != "device" or self.parameters != "device":  # the update is in the memory of the state
             asked += [OffloadedState(self._word(self.state), self.fraction), RunPass(HostMoves())]
         if self.state == "disk":
             asked.append(RunPass(UpdateGroups(parse_bytes(self.group))))
         if self.activations != "device":
-            asked.append(RunPass(MovedResiduals(self._word(self.activations), parse_bytes(self.at_least), self.fraction)))
+            size = parse_bytes(self.at_least)
+            asked.append(RunPass(MovedResiduals(self._word(self.activations), size, self.fraction)))
         local = f.requesting(*asked)
         if self.parameters == "device":
             return local
