@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MOVE = torch.ops.fp.to_memory.default
+from functional_parallel.ops import kind_of_memory
+
+MOVE, INTO = torch.ops.fp.to_memory.default, torch.ops.fp.move_into_.default
 
 
 @dataclass
@@ -59,8 +61,8 @@ class MemoriesTracker(TorchDispatchMode):
         read = [(self._of(x), x) for x in operands]
         result = func(*args, **(kwargs or {}))
         self.time += 1
-        memory = args[1] if func is MOVE else self._memory(read)
-        where = "device" if func is MOVE else memory
+        memory = kind_of_memory(args[1]) if func is MOVE else self._memory(read)
+        where = "device" if func in (MOVE, INTO) else memory
         for stored, _ in read:
             if stored.memory is None and where is not None:
                 stored.place(where)

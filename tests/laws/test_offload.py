@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.ir import info
+from functional_parallel.ops import kind_of_memory
 from functional_parallel.pipelines import PipelineProgram
 from functional_parallel.program import memories_of
 from sharding_specs import Mesh
@@ -51,7 +53,7 @@ def trained(plan: Any, mesh: Mesh, optimizer: str, steps: int = 2, dtype: Any = 
 
 def memory_of(node: torch.fx.Node) -> str:
     spec = info(node).spec
-    return "device" if spec is None else spec.memory
+    return "device" if spec is None else kind_of_memory(spec.memory)
 
 
 class Tracked(OneRank):
@@ -101,8 +103,10 @@ def plans(draw: st.DrawFn) -> tuple[Any, ...]:
     sizes = {"pipe": 2} if last == "pipeline" else {}
     mesh = Mesh({**sizes, "data": 2, **({"tensor": 2} if tensor else {})})
     fraction = draw(st.sampled_from([1.0, 1.0, 0.5, 0.25]))
-    state, parameters = draw(st.sampled_from([("host", "device"), ("host", "host"), ("device", "host")]))
-    offload = fp.offload(state=state, parameters=parameters, fraction=fraction)
+    both = [("host", "device"), ("host", "host"), ("device", "host"), ("disk", "device"), ("disk", "host")]
+    state, parameters = draw(st.sampled_from(both))
+    disk = {"path": tempfile.gettempdir(), "group": draw(st.integers(1, 4000))} if state == "disk" else {}
+    offload = fp.offload(state=state, parameters=parameters, fraction=fraction, **disk)
     options = {
         "clip": draw(st.sampled_from([None, 0.5])),
         "bucket": draw(st.sampled_from([None, 512, "auto"])),
@@ -111,7 +115,7 @@ def plans(draw: st.DrawFn) -> tuple[Any, ...]:
     return fp.chain(*before, *after), fp.chain(*before, offload, *after), mesh, optimizer, options
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(plans())
 def test_the_run_has_the_bits_of_the_run_without(drawn: tuple[Any, ...]) -> None:
     plain, moved, mesh, optimizer, options = drawn
