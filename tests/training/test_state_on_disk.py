@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from functional_parallel.ops import disk_blocks, is_on_disk
 from functional_parallel.runtime.processes import started_moves
-from sharding_specs import Mesh
+from sharding_specs import Mesh, P
 
 from ..passes.networks import batch, loss, parameters
 from ..processes import RankError, run_on_processes
@@ -206,4 +206,4 @@ def test_ops_do_not_read_a_disk(tmp_path: Path) -> None:
         return fp.to_memory(x, fp.disk(tmp_path)) + 1
 
     with pytest.raises(fp.errors.MemoriesError, match=r"test_state_on_disk.py.*on disk. Read it first"):
-        fp.compile(f, Mesh(), in_specs=None, out_specs=None)(torch.ones(2))
+        fp.compile(f, Mesh(), in_specs=P(), out_specs=P())(torch.ones(2))
