@@ -83,6 +83,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "constrain",
         "outputs",
         "to_memory",
+        "disk",
         "recompute",
         "repeated",
         "stage_boundary",

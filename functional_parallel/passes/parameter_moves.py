@@ -14,7 +14,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Role, Traced, forward_nodes, info, reached
-from ..ops import TO_MEMORY
+from ..ops import TO_MEMORY, moved_value
 from .gathers import is_gather, only_rearranges
 from .program_pass import Phase, ProgramPass
 from .recompute import insert_recompute
@@ -31,6 +31,7 @@ class ParameterMoves(ProgramPass):
         return {each for move in _moves(traced) for each in _with_views(move)}.intersection(forward_nodes(traced))
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
+        _read_at_use(traced)
         insert_recompute(traced, self.per_microbatch(traced))
         position = {node: index for index, node in enumerate(traced.graph.nodes)}
         for move in list(_moves(traced)):
@@ -40,6 +41,16 @@ class ParameterMoves(ProgramPass):
                 first = min(uses, key=position.__getitem__)
                 for each in moved:
                     first.prepend(each)
+
+
+def _read_at_use(traced: Traced) -> None:
+    """Read a parameter on disk before each use, not into the host's memory before the first op."""
+    for move in _moves(traced):
+        read = moved_value(move)
+        if read.target is TO_MEMORY and read.args[1] == "host" and moved_value(read).op == "placeholder":
+            move.args = (moved_value(read), "device")
+            if not read.users:
+                traced.graph.erase_node(read)
 
 
 def _moves(traced: Traced) -> Iterator[fx.Node]:

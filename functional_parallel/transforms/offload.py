@@ -46,7 +46,7 @@ class offload(Transform):
     Args:
         state: memory of the optimizer's state and masters: "host" or "device", where the update runs as well, or
             "disk", which the update reads into the host's memory and writes, group by group.
-        parameters: memory of the parameters at rest. From the host or a disk, a layer's parameters move to the device just
+        parameters: memory of the parameters at rest. From the host or "disk", those of a layer move to the device just
             before their use, or their gather, and again for the backward. Or memories by patterns of paths, as
             `{"layers/4-7": "host"}`, or an `fp.device_map`; other parameters stay on the device.
         activations: memory of saved activations.

@@ -309,6 +309,11 @@ def RemovedCheckpointError() -> Any:
 
 
 @case
+def DiskError() -> Any:
+    return fp.offload(state="disk", path="/nvme/run")
+
+
+@case
 def DonatedStateError() -> Any:
     train = trained()
     state = train.init(W)

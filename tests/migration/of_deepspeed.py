@@ -234,7 +234,12 @@ ROWS = [
         'fp.chain(fp.zero(3, "data"), fp.offload(state="host", parameters="host"))',
         trains(DATA, "psum all_gather psum_scatter"),
     ),
-    Row('"offload_param": {"device": "nvme"}', limit="offloading"),
+    Row(
+        '"offload_param": {"device": "nvme", "nvme_path": "/tmp"}',
+        'fp.chain(fp.zero(3, "data"), fp.offload(state="disk", parameters="disk", path="/tmp"))',
+        trains(DATA, "psum all_gather psum_scatter"),
+        "A killed run leaves no files. `group=` bounds what the host holds of the state.",
+    ),
     Row(
         "deepspeed.zero.TiledLinear(4, 8, in_splits=2, out_splits=2)",
         'up = fp.into_tiles(params["layers.0.up.weight"], params["layers.0.up.bias"], inputs=2, outputs=2)\n'

@@ -13,7 +13,7 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.collectives import COMMUNICATING
-from functional_parallel.ir import info
+from functional_parallel.ir import info, operands_of
 from functional_parallel.ir.graph import primitive_name
 from functional_parallel.runtime.execution.codegen import Writer
 from functional_parallel.testing.tracker import tracked
@@ -38,9 +38,10 @@ def flat_function(program: Any, zeros: Any = torch.zeros) -> Any:
     def line(node: torch.fx.Node, writer: Writer) -> str:
         if primitive_name(node) is not None:
             aval = info(node).val
-            result = zeros if primitive_name(node) in COMMUNICATING else torch.zeros
-            make = writer.constant(partial(result, aval.shape, dtype=aval.dtype))
-            return f"{make}()"
+            if primitive_name(node) in COMMUNICATING or not operands_of(node):
+                return f"{writer.constant(partial(zeros, aval.shape, dtype=aval.dtype))}()"
+            make = writer.constant(lambda x: x.new_zeros(aval.shape, dtype=aval.dtype))  # where its operand is
+            return f"{make}({writer.names[operands_of(node)[0]]})"
         if node.target.__name__ == "getitem":
             return f"{writer.names[node.args[0]]}[{node.args[1]}]"
         return writer.call(node, lambda value: writer.names[value])

@@ -208,7 +208,7 @@ def _check_offload(values: Mapping[str, Any], given: Mapping[str, Any], problems
     for name, old, what in _OFFLOADED:
         path, least = f"{_ZERO}.{name}.", 1 if what == "state" else 3
         if values[f"{path}device"] == "nvme":
-            problems.add(f"{path}device", f"'nvme' is refused: {what} on disk is not supported; take cpu")
+            problems.add(f"{path}device", f"'nvme' is refused: {what} on disk is fp.offload({what}='disk', path=…)")
         if _offloaded(values)[what] == "host" and stage < least:
             problems.add(f"{path}device", f"DeepSpeed offloads it from stage {least} on, and stage is {stage}")
         if values[f"{_ZERO}.{old}"] and any(each.startswith(path) for each in given):
