@@ -66,7 +66,7 @@ def by_hand(optimizer: Any, after: float, steps: int) -> Any:
     return params
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(plan=st.sampled_from(sorted(PLANS)), name=st.sampled_from(sorted(OPTIMIZERS)), after=st.sampled_from([0, 1, 2]))
 def test_the_recurrence_under_every_plan(plan: str, name: str, after: int) -> None:
     how, mesh = PLANS[plan]
@@ -82,7 +82,7 @@ def test_the_recurrence_under_every_plan(plan: str, name: str, after: int) -> No
     assert_close(before, by_hand(OPTIMIZERS[name], after, 4))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     stage=st.integers(0, 3),
     name=st.sampled_from(sorted(OPTIMIZERS)),

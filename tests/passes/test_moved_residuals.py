@@ -27,7 +27,7 @@ STAGED = [(fp.pipeline("pipe", schedule=schedule, microbatches=4),) for schedule
 SIZE = 256 * 3 * WIDTH * 8  # bytes of the activations between the layers of `blocks`
 
 
-@settings(max_examples=5)
+@settings(max_examples=2)
 @given(
     policy=st.sampled_from(POLICIES),
     stage=st.integers(0, 3),
@@ -137,6 +137,7 @@ def test_each_rank_of_a_pipeline_holds_those_of_its_microbatches() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.every(2)
 def test_with_state_and_parameters_on_the_host(stage: int) -> None:
     whole = fp.offload(state="host", parameters="host", activations="host", at_least=1)
     (wanted, _), (found, program) = (
@@ -163,6 +164,7 @@ def test_values_that_the_model_moved_stay() -> None:
 
 
 @pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.every(2)
 def test_programs_for_cuda(staged: bool) -> None:
     """Lowered without a device: a value leaves it for main memory, and comes back to it."""
     inner = (fp.remat(), fp.partition_activations("tensor", memory="host", at_least=1))
