@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,26 @@ PLANS: dict[str, tuple[Any, Mesh]] = {
     "zero 3": (fp.zero(3, "data"), Mesh(data=2)),
     "flat": (fp.zero(2, "data", layout="flat"), Mesh(data=2)),
     "tensor": (fp.tensor_parallel("tensor", SPECS), Mesh(tensor=2)),
+    "state and activations on the host": (
+        fp.chain(fp.zero(2, "data"), fp.offload(state="host", activations="host", at_least=1)),
+        Mesh(data=2),
+    ),
+    "parameters on the host": (
+        fp.chain(fp.zero(3, "data"), fp.offload(state="host", parameters="host")),
+        Mesh(data=2),
+    ),
+    "on disk": (
+        fp.chain(fp.zero(3, "data"), fp.offload(state="disk", parameters="disk", path=tempfile.gettempdir())),
+        Mesh(data=2),
+    ),
+    "partitioned activations": (
+        fp.chain(fp.partition_activations("tensor", at_least=1), fp.tensor_parallel("tensor", SPECS)),
+        Mesh(tensor=2),
+    ),
+    "compressed": (
+        fp.chain(fp.zero(3, "data"), fp.compress("data", gather="identity", reduce="identity")),
+        Mesh(data=2),
+    ),
     "unequal microbatches": (fp.pipeline("pipe", microbatches=3), Mesh(pipe=2)),
     "all": (
         fp.chain(
