@@ -5,9 +5,9 @@
 
 One rank trains a network, with its state on the host or on disk, by ZeRO-2's plan. A move over the emulated link
 copies, and then sleeps for its bytes ÷ bandwidth, which takes no core. At a balance of 1, all moves of a step take as
-long as the step without a link. "Not hidden" is (time − the longer of moves and step without a link) ÷ the shorter: 0 if
-the shorter is hidden behind the longer, 1 if nothing is. Times are medians of `--steps` steps; the speeds take turns, and
-the spread is from the first to the third quartile.
+long as the step without a link. "Not hidden" is (time − the longer of moves and step without a link) ÷ the shorter: 0
+if the shorter is hidden behind the longer, 1 if nothing is. Times are medians of `--steps` steps; the speeds take
+turns, and the spread is from the first to the third quartile.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, operands_of, reached, topological_order
-from ..ops import TO_MEMORY, moved_value
+from ..ir import Traced, info, operands_of, primitive_name, reached, topological_order
+from ..ops import TO_MEMORY, is_move, is_number, moved_value
+from .gathers import only_rearranges
 from .program_pass import Phase, ProgramPass, Scope
 
 
@@ -61,8 +62,10 @@ class _Cone:
 
     def __init__(self, unit: _Unit, late: Collection[fx.Node], position: Mapping[fx.Node, int]) -> None:
         ops = {op: None for store in unit.stores for op in _late_ops(store, late)}
-        before = (position.get(value, 0) for op in ops for value in operands_of(op) if value not in late)
-        self.ops, self.ready = list(ops), max(before, default=0)
+        read = {value: None for op in ops for value in operands_of(op) if value not in late}
+        others = (user for value in read if value.op == "placeholder" for user in value.users if user not in late)
+        self.ops = list(ops)
+        self.ready = max((position.get(each, 0) for each in (*read, *others)), default=0)  # later, inputs are written
         self.fetches, self.bytes = unit.fetches, sum(info(fetch).nbytes for fetch in unit.fetches)
 
 
@@ -81,15 +84,19 @@ def _stores(traced: Traced) -> dict[fx.Node, fx.Node]:
 
 
 def _waiting_inputs(nodes: Sequence[fx.Node], late: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the ops on inputs alone that only late ops read, such as moves of parameters, which take memory."""
+    """Return the ops that only late ones read, if they are views and casts, or cheap ops on inputs, such as moves."""
     of_inputs, found = set[fx.Node](), set[fx.Node]()
     for node in nodes:
-        if all(value.op != "call_function" or value in of_inputs for value in operands_of(node)) and node not in late:
+        known = all(value in of_inputs or value.op != "call_function" for value in operands_of(node))
+        is_cheap = is_move(node) or only_rearranges(node) or is_number(node) or primitive_name(node) == "pscatter"
+        if known and is_cheap:
             of_inputs.add(node)
     for node in reversed(nodes):
-        if node in of_inputs and node.users and all(user in late or user in found for user in node.users):
+        if (node in of_inputs or only_rearranges(node)) and all(
+            user in late or user in found or user.op == "output" for user in node.users
+        ):
             found.add(node)
-    return found
+    return found - set(late)
 
 
 def _late_ops(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:

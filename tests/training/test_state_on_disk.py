@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -177,6 +180,29 @@ def test_a_disk_that_fails_ends_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"of a tensor on this disk could not be written: .*Input/output error"):
         run_on_processes(_trained, 2, tmp_path, "fails", timeout=60.0)
     assert not list(tmp_path.iterdir())
+
+
+# --- under a limit of memory ---
+
+
+def _under_a_limit(where: str, limit: int) -> Any:
+    """The result of a child that may use so many bytes, or its error. Freed buffers go back to the system at once."""
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.training.trained_under_a_budget", where, str(limit)]
+    result = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=200)
+    return json.loads(result.stdout) if result.stdout else result.stderr
+
+
+@pytest.mark.slow
+def test_states_that_exceed_the_memory_eight_times() -> None:
+    """In a process that has half of the memory of its states, kernels and all, where the run without dies."""
+    found, wanted = _under_a_limit("disk", 0), _under_a_limit("device", 1 << 32)
+    assert found["losses"] == wanted["losses"]
+    assert (
+        found["states"] > 8 * (found["peaks"]["device"] + found["peaks"]["host"])
+        and found["limit"] < found["states"] / 2
+    )
+    assert "memory" in _under_a_limit("device", found["limit"])
 
 
 # --- refused ---

@@ -140,7 +140,7 @@ def _layouts_on_device(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: 
         label = 0 if apart is None else apart.label(shapes)
         packing = FlatPacking(shapes, compute, mesh, axes, optimizer, label, frozen)
         split = packing.split
-        memories = {spec.memory for spec in optree.tree_leaves(kept)}
+        memories = {spec.entered().memory for spec in optree.tree_leaves(kept)}
         storage = {"memory": memories.pop()} if len(memories) == 1 else {}
         flat = optree.tree_map(lambda spec: spec.replace(storage=storage), packing.whole)
         return StepLayout(shapes, packing, compute, kept, packing.summed, flat, split, split, frozen)
