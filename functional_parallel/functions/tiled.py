@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..quantities import is_positive_int
+
 Tiles = dict[str, Any]  # "weight": rows of tiles by output, each a list by input; "bias": a tensor per row, or None
 
 
@@ -23,10 +25,13 @@ def into_tiles(weight: Tensor, bias: Tensor | None = None, *, outputs: int = 1, 
         outputs, inputs: the numbers of tiles along the two dims.
 
     Raises:
-        ValueError: for numbers of tiles that the dims do not have.
+        ValueError: for numbers of tiles that the dims do not have, or other shapes.
     """
+    if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        shapes = " and a bias of shape ".join(str(tuple(each.shape)) for each in (weight, bias) if each is not None)
+        raise ValueError(f"into_tiles: a weight of shape {shapes}; a linear layer has (outputs, inputs) and (outputs,)")
     for size, count, name in zip(weight.shape, (outputs, inputs), ("outputs", "inputs"), strict=True):
-        if not 1 <= count <= size:
+        if not is_positive_int(count) or count > size:
             raise ValueError(f"into_tiles({name}={count}): the weight has {size} {name}, so 1 to {size} tiles")
     copy = partial(torch.clone, memory_format=torch.contiguous_format)  # each with a storage of its own
     rows = [[*map(copy, row.tensor_split(inputs, 1))] for row in weight.tensor_split(outputs)]

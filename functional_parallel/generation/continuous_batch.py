@@ -134,7 +134,11 @@ class ContinuousBatch:
     def step(self) -> dict[int, int]:
         """Begin what waits and fits, and return the next token of each request that has a row, by number."""
         while chosen := self._chosen():
-            self._begin(chosen)
+            try:
+                self._begin(chosen)
+            except BaseException:  # no request is lost
+                self._waiting.extendleft(sorted((each for _, each in chosen.values()), key=lambda each: -each.number))
+                raise
         if self._state is None or not self._live:
             return {}
         if self._clock == self._slots:

@@ -64,7 +64,7 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype, folder: str) -> Tens
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     if not size:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     try:
         file = _nameless(folder)
         try:
@@ -79,11 +79,13 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype, folder: str) -> Tens
     _BLOCKS[address] = _Block(file, folder)
     weakref.finalize(storage, _end, address, file, os.getpid())
     strides = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), strides)
 
 
 def read(x: Tensor, into: Tensor) -> Tensor:
     """Copy a tensor of a block into one of main memory, and return it."""
+    if not x.is_contiguous():
+        return into.copy_(x)  # through the mapping
     if not x.numel():
         return into
     block, at = _place(x)
@@ -148,6 +150,11 @@ def _end(address: int, file: int, process: int) -> None:
 
 
 def _no_room(folder: str, size: int, error: Exception) -> str:
+    if "Too many open files" in str(error):
+        return (
+            f"{folder}: no block of {readable_bytes(size)} can be made: this process may not open more files "
+            f"({error}). Each tensor on disk is one; allow more, as by `ulimit -n 65536`"
+        )
     try:
         free = f"{readable_bytes(shutil.disk_usage(folder).free)} are free"
     except OSError:

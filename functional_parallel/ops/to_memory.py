@@ -107,7 +107,7 @@ def copy_into(target: Tensor, x: Tensor) -> Tensor:
         return target.copy_(x)
     if target.device.type == "cpu":
         return read(x, target)
-    return target.copy_(read(x, torch.empty(x.shape, dtype=x.dtype, pin_memory=True)))
+    return target.copy_(read(x, torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)))
 
 
 def copy_beside(x: Tensor) -> Tensor:
@@ -145,7 +145,9 @@ class _ToMemory(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _MoveContext, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        return _move(cotangent, *ctx.source, ctx.memory, ctx.device), None, None, None, None
+        memory, device = ctx.source
+        memory = "host" if kind_of_memory(memory) == "disk" else memory  # ops add gradients there
+        return _move(cotangent, memory, device, ctx.memory, ctx.device), None, None, None, None
 
     @staticmethod
     def vmap(info: _torch.VmapInfo, in_dims: _torch.InDims, x: Tensor, *rest: _Parameter) -> tuple[Tensor, int | None]:

@@ -35,6 +35,7 @@ class QuantisedMoment(NamedTuple):
 
     integers: Any  # int8, like the parameter
     scale: Any  # float32, one number per block of the last dim
+    block: Any  # elements of a block; a number, by which a state with other blocks is refused
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,9 @@ class _Quantised:
 
     def init(self, params: PyTree) -> PyTree:
         state = self.inner.init(params)
-        if isinstance(state, (EMAState, DelayedState)):
-            name = "ema" if isinstance(state, EMAState) else "delayed"
+        nested = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, (EMAState, DelayedState)))
+        if wrong := next((each for each in nested if isinstance(each, (EMAState, DelayedState))), None):
+            name = "ema" if isinstance(wrong, EMAState) else "delayed"
             raise ValueError(f"quantised({name}(…)) would quantise more than moments: write {name}(quantised(…))")
 
         def one(leaf: PyTree, param: PyTree) -> PyTree:
@@ -112,7 +114,7 @@ class _Quantised:
                 return leaf
             shape = (*leaf.shape[:-1], self.form.blocks(leaf.shape[-1]))
             empty = QuantisedMoment(
-                torch.zeros_like(leaf, dtype=torch.int8), leaf.new_zeros(shape, dtype=torch.float32)
+                torch.zeros_like(leaf, dtype=torch.int8), leaf.new_zeros(shape, dtype=torch.float32), self.form.block
             )
             return self._closed(leaf, _Held(empty), P())
 
@@ -128,7 +130,7 @@ class _Quantised:
         full = tree.flatten_up_to(broadcast_specs(placed, plain))
         rows = zip(held, full, strict=True)
         return tree.unflatten(
-            [QuantisedMoment(p, whole_along(p, x.integers.ndim - 1)) if _is_quantised(x) else p for x, p in rows]
+            [QuantisedMoment(p, whole_along(p, x.integers.ndim - 1), P()) if _is_quantised(x) else p for x, p in rows]
         )
 
     def update(self, grads: PyTree, state: PyTree, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, PyTree]:
@@ -172,6 +174,11 @@ class _Quantised:
     def _opened(self, held: PyTree, param: Tensor, spec: P) -> PyTree:
         if not isinstance(held, _Held):
             return held
+        if held.moment.block != self.form.block:
+            raise ValueError(
+                f"quantised(block={self.form.block}) was given a state with blocks of {held.moment.block} elements: "
+                f"pass block={held.moment.block}"
+            )
         wide = torch.float64 if param.dtype == torch.float64 else torch.float32
         root = held.moment.integers.to(wide) * self._of_elements(held.moment.scale, param, spec)
         return (root * root.abs()).to(param.dtype)
@@ -192,7 +199,7 @@ class _Quantised:
             scale = self.form.scale(blocks.amax(-1))
         integers = self.form.integers_of(root, self._of_elements(scale, new, spec))
         integers = torch.where(root > 0, integers.clamp(min=1), integers)
-        return QuantisedMoment(integers * new.sign().to(torch.int8), scale)
+        return QuantisedMoment(integers * new.sign().to(torch.int8), scale, self.form.block)
 
     def _of_elements(self, scale: Tensor, x: Tensor, spec: P) -> Tensor:
         """Return the scale of each element of a tensor like `x`."""

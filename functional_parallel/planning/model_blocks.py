@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,17 +58,39 @@ def blocks_of(model: Any, no_split: Collection[str] | None, dtype: torch.dtype |
         dtype: dtype of the floating-point leaves, if it is not their own.
     """
     if isinstance(model, tuple) and len(model) == 2 and callable(model[0]):
-        model = getattr(model[0], "module", model[1])
+        model, given = getattr(model[0], "module", model[1]), dict(_leaves_of(model[1]))
+    else:
+        given = {}
     module = model if isinstance(model, nn.Module) else None
-    pairs = zip(tree_paths(model), optree.tree_leaves(model), strict=True) if module is None else _tensors_of(module)
+    pairs = sorted(_leaves_of(model), key=_in_order) if module is None else _tensors_of(module)
     tensors = {name: each for name, each in pairs if isinstance(each, torch.Tensor)}
+    sizes = tensors | {name: each for name, each in given.items() if name in tensors and isinstance(each, torch.Tensor)}
     if not tensors:
         raise ValueError(f"fp.device_map: {type(model).__name__} has no parameters")
     names = dict[int | str, list[str]]()
     for name, tensor in tensors.items():
         names.setdefault(name if module is None else id(tensor), []).append(name)
-    leaves = {name: ModelLeaf(tuple(tied), _bytes(tensors[name], dtype)) for tied in names.values() for name in tied}
+    leaves = {
+        name: ModelLeaf(tuple(tied), _bytes(_given(tied, sizes, given), dtype))
+        for tied in names.values()
+        for name in tied
+    }
     return _block("", [(name, leaves[name]) for name in tensors], _wholes(module, tensors, no_split))
+
+
+def _leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
+    return zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)
+
+
+def _in_order(pair: tuple[str, Any]) -> list[tuple[bool, int, str]]:
+    """Key that sorts numbers in a path as numbers: dicts are flattened in the order of texts."""
+    parts = _PART.findall(pair[0])
+    return [(part.isdigit(), int(part), "") if part.isdigit() else (False, 0, part) for part in parts]
+
+
+def _given(tied: Sequence[str], sizes: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor of a leaf that has several names, of which a tree of parameters has one."""
+    return sizes[next((name for name in tied if name in given), tied[0])]
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

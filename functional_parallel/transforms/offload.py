@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 import optree
 import torch
 
-from sharding_specs import SpecError, tree_paths
+from sharding_specs import P, SpecError, tree_paths
 from sharding_specs.rules import matches_within
 
 from ..functions import LocalFunction, PyTree, Request, Resolved, SpecTree, explain_keywords
@@ -88,7 +88,10 @@ class offload(Transform):
 
     def apply(self, f: LocalFunction) -> LocalFunction:
         asked: list[Request] = []
-        if self.state != "device" or self.parameters != "device":  # the update is in the memory of the state
+        before = f.applied.last(OffloadedState)
+        if before is not None and "device" not in (self.state, before.memory):
+            raise ValueError(f"{self.name}: the plan has {before}; name the memory of the state once")
+        if self.state != "device" or (self.parameters != "device" and before is None):
             asked += [OffloadedState(self._word(self.state), self.fraction), RunPass(HostMoves())]
         if self.state == "disk":
             asked.append(RunPass(UpdateGroups(parse_bytes(self.group))))
@@ -106,18 +109,24 @@ class offload(Transform):
 
     def _at_rest(self, resolved: Resolved) -> Resolved:
         count, paths = len(resolved.update), tree_paths(resolved.args[0])
-        memories = [self._memory_of(path) for path in paths]
-        if isinstance(self.parameters, Mapping) and "host" in {*self.parameters.values()} - {*memories}:
+        wanted = {*self.parameters.values()} & {"host", "disk"} if isinstance(self.parameters, Mapping) else set()
+        if wanted - {self._memory_of(path) for path in paths}:  # a device map has buffers too, which are no parameters
             raise SpecError(f"{self.name}: no parameter matches a pattern of another memory than the device's")
-        pairs = zip(resolved.specs[:count], memories, strict=True)
-        moved = [spec.replace(storage={**spec.storage, "memory": self._word(memory)}) for spec, memory in pairs]
+        pairs = zip(resolved.specs[:count], paths, strict=True)
+        moved = [self._placed(spec, path) for spec, path in pairs]
         return replace(resolved, specs=(*moved, *resolved.specs[count:]))
+
+    def _placed(self, spec: P, path: str) -> P:
+        """Return the spec in the memory that the transform gives to a path. Without one, it does not change."""
+        memory = self._memory_of(path)
+        moved = memory in ("host", "disk")
+        return spec.replace(storage={**spec.storage, "memory": self._word(memory)}) if moved else spec
 
     def _memory_of(self, path: str) -> str:
         if isinstance(self.parameters, str):
             return self.parameters
         found = next((each for pattern, each in self.parameters.items() if matches_within(pattern, path)), "device")
-        return found if isinstance(found, str) else "device"  # a device with a number
+        return str(found)  # a number is a device's
 
     def _word(self, memory: str) -> str:
         if memory != "disk":

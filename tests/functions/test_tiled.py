@@ -63,3 +63,10 @@ def test_zero_3_holds_one_tile_at_a_time(tiles: int) -> None:
 def test_numbers_of_tiles_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"into_tiles\(inputs=4\): the weight has 3 inputs, so 1 to 3 tiles"):
         fp.into_tiles(torch.ones(2, 3), inputs=4)
+
+
+def test_a_bias_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a weight of shape \(4, 6\) and a bias of shape \(2,\); a linear layer has"):
+        fp.into_tiles(torch.ones(4, 6), torch.ones(2), outputs=2)
+    with pytest.raises(ValueError, match=r"outputs=2\.0"):
+        fp.into_tiles(torch.ones(4, 6), outputs=2.0)  # type: ignore[arg-type]

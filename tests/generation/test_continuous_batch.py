@@ -244,3 +244,17 @@ def test_models_without_rows_of_their_own_are_refused() -> None:
 
     with pytest.raises(ValueError, match="the cache has a tensor without rows at count: requests that come and go"):
         fp.ContinuousBatch(fp.Generator(counting, Mesh(data=1), cache=made), PARAMS, rows=1, length=8)
+
+
+def test_a_prefill_that_fails_loses_no_request() -> None:
+    def table(params: Any, cache: Any, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
+        x = torch.nn.functional.embedding(tokens, params)
+        return x @ params.t(), cache.scatter(1, positions[..., None].expand(*positions.shape, 11), x)
+
+    plan, empty = fp.data_parallel("data"), lambda params, rows, length: torch.zeros(rows, length, 11)
+    generator = fp.Generator(table, Mesh(data=2), plan, cache=empty)
+    batch = fp.ContinuousBatch(generator, torch.randn(11, 11), rows=2, length=16)
+    numbers = [batch.add(prompt, max_new_tokens=2) for prompt in ([1, 2], [99, 1], [3])]
+    with pytest.raises(IndexError):
+        batch.step()
+    assert [each.number for each in batch._waiting] == numbers

@@ -102,7 +102,7 @@ def plans(draw: st.DrawFn) -> tuple[Any, ...]:
     }.get(last, [])
     sizes = {"pipe": 2} if last == "pipeline" else {}
     mesh = Mesh({**sizes, "data": 2, **({"tensor": 2} if tensor else {})})
-    fraction = draw(st.sampled_from([1.0, 1.0, 0.5, 0.25]))
+    fraction = 1.0 if flat else draw(st.sampled_from([1.0, 0.5, 0.25]))
     memories = st.sampled_from(["device", "host", "disk"])
     state, parameters = draw(st.tuples(memories, memories).filter(lambda both: both != ("device", "device")))
     disk = {"path": tempfile.gettempdir(), "group": draw(st.integers(1, 4000))} if "disk" in (state, parameters) else {}
@@ -203,3 +203,24 @@ def test_wrong_orders_and_memories_are_refused() -> None:
         fp.offload(state="host", fraction=0)
     with pytest.raises(fp.BudgetError, match=r"of the memory 'host', .* above the budget, at "):
         trained(fp.offload(state="host"), Mesh(), "adamw", memory=fp.Memory(device="1MiB", host="1KiB"))
+
+
+def test_a_second_offload_adds_to_the_first() -> None:
+    def peaks(*moves: fp.offload) -> Any:
+        plan = fp.chain(fp.zero(2, "data"), *moves)
+        return trained(plan, Mesh(data=2), "adamw", steps=1)[0].program.memory().peaks
+
+    together = peaks(fp.offload(state="host", parameters="host"))
+    assert peaks(fp.offload(state="host"), fp.offload(parameters="host")) == together
+    assert peaks(fp.offload(parameters="host"), fp.offload(state="host")) == together
+    first, second = {"layers/0": "host"}, {"layers/1": "host"}
+    both = peaks(fp.offload(parameters={**first, **second}))
+    assert peaks(fp.offload(parameters=first), fp.offload(parameters=second)) == both
+    with pytest.raises(ValueError, match="name the memory of the state once"):
+        peaks(fp.offload(state="host"), fp.offload(state="disk", path=tempfile.gettempdir()))
+    with pytest.raises(fp.errors.SpecError, match="no parameter matches a pattern of another memory"):
+        peaks(fp.offload(parameters={"nope": "disk"}, path=tempfile.gettempdir()))
+    with pytest.raises(ValueError, match="a flat layout has one vector of state"):
+        trained(
+            fp.chain(fp.zero(1, "data", layout="flat"), fp.offload(state="host", fraction=0.4)), Mesh(data=2), "adamw"
+        )

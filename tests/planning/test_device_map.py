@@ -267,3 +267,15 @@ def test_an_unknown_class_is_an_error() -> None:
         fp.device_map(stack(), {"device": 4000}, no_split=["Linaer"])
     with pytest.raises(ValueError, match="ReLU has no parameters"):
         fp.device_map(nn.ReLU(), {"device": 4000})
+
+
+def test_sizes_are_those_of_the_given_parameters() -> None:
+    fn, params = fp.functional(torch.nn.Sequential(*[torch.nn.Linear(15, 16) for _ in range(12)]))
+    wide = {name: each.double() for name, each in params.items()}
+    assert sum(fp.device_map((fn, wide), {"device": "1MiB"}).bytes.values()) == 12 * 16 * 16 * 8
+
+
+def test_layers_of_a_dict_are_in_the_order_of_their_numbers() -> None:
+    layers = {"layers": {str(number): torch.zeros(256) for number in range(12)}}
+    found = fp.device_map(layers, {0: "6KiB", 1: "1MiB"})
+    assert found.by_path == {"layers/0-4": 0, "layers/5-11": 1}

@@ -233,3 +233,33 @@ def test_ops_do_not_read_a_disk(tmp_path: Path) -> None:
 
     with pytest.raises(fp.errors.MemoriesError, match=r"test_state_on_disk.py.*on disk. Read it first"):
         fp.compile(f, Mesh(), in_specs=P(), out_specs=P())(torch.ones(2))
+
+
+@pytest.mark.parametrize("view", [torch.t, lambda x: x[:, 1:], lambda x: x[0].expand(3, 4), lambda x: x[1:]])
+def test_views_of_values_on_disk(view: Any, tmp_path: Path) -> None:
+    f = fp.compile(
+        lambda x: fp.to_memory(view(fp.to_memory(x, fp.disk(tmp_path))), "device") * 1,
+        Mesh(),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    x = torch.randn(3, 4)
+    assert torch.equal(f(x), view(x))
+
+
+def test_two_reads_of_a_value_on_disk_have_a_gradient(tmp_path: Path) -> None:
+    def f(w: torch.Tensor) -> torch.Tensor:
+        kept = fp.to_memory(w, fp.disk(tmp_path))
+        return (fp.to_memory(kept, "device") * fp.to_memory(kept, "device")).sum()
+
+    f = fp.compile(torch.func.grad(f), Mesh(), in_specs=P(), out_specs=P())
+    assert torch.equal(f(torch.arange(3.0)), 2 * torch.arange(3.0))
+
+
+def test_a_process_that_may_not_open_more_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", none_left)
+    with pytest.raises(fp.DiskError, match=r"may not open more files .* `ulimit -n 65536`"):
+        disk_blocks.empty_on_disk([4], torch.float32, str(tmp_path))

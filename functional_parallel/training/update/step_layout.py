@@ -136,6 +136,7 @@ def _layouts_on_device(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: 
     if flat_update(applied):
         axes = tuple(each.axis for each in applied.all(UpdateSharding))
         _refuse_stages(applied, axes)
+        _refuse_share(applied)
         apart = applied.last(SummedApart)
         label = 0 if apart is None else apart.label(shapes)
         packing = FlatPacking(shapes, compute, mesh, axes, optimizer, label, frozen)
@@ -160,6 +161,15 @@ def _refuse_stages(f: Applied, axes: Sequence[str]) -> None:
         raise ValueError(
             f"zero(…, {axes[0]!r}, layout='flat') lays all parameters end to end, but a pipeline's ranks hold "
             "those of their own stages: use layout='dims' with fp.pipeline"
+        )
+
+
+def _refuse_share(f: Applied) -> None:
+    offload = f.last(OffloadedState)
+    if offload is not None and offload.fraction != 1:
+        raise ValueError(
+            f"fp.offload(fraction={offload.fraction:g}): a flat layout has one vector of state, of which no share "
+            "moves: use layout='dims' in fp.zero, or leave the fraction out"
         )
 
 
