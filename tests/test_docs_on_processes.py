@@ -45,7 +45,33 @@ ONLY_SIMULATED = {
         place: "each process makes a folder of its own; a run of several gives all the same one"
         for place in (
             ("docs/hugging_face.md", ">>> import tempfile"),
+            ("docs/hugging_face.md", ">>> fn_of_reward, rewards = fp.load_pretrained("),
             ("docs/how_do_i.md", ">>> import tempfile, transformers"),
+        )
+    },
+    **{
+        place: "a mesh of one rank, or of another number of ranks than the processes have"
+        for place in (
+            ("docs/compression.md", ">>> hosts = Mesh(node=2, local=2)"),
+            ("docs/device_maps.md", ">>> class Residual(torch.nn.Module):"),
+            ("docs/device_maps.md", '>>> found = fp.device_map((fn, params), {0: "1.5KB", 1: "1.5KB"})'),
+            ("docs/memory_tiers.md", ">>> product = fp.compile("),
+            (
+                "docs/optimizers.md",
+                ">>> late = fp.train_step(lambda w: w.square().sum() / 2, fp.optim.delayed(fp.optim.sgd(0.5), after=1), "
+                "Mesh())",
+            ),
+        )
+    },
+    **{
+        place: "draws parameters without a seed, which ranks would draw differently"
+        for place in (
+            ("docs/compression.md", ">>> import torch, functional_parallel as fp"),
+            (
+                "docs/compression.md",
+                '>>> exact = fp.train_step(loss, fp.optim.adamw(1e-2), mesh, fp.chain(precision, fp.zero(3, "data")))',
+            ),
+            ("docs/optimizers.md", '>>> wide = {"w": torch.randn(128, 512)}'),
         )
     },
     (

@@ -66,6 +66,8 @@ def _skip_inside(traced: Traced) -> None:
         are_all = len(choices) == len(old) == len(update.users) and len(conditions) == 1
         if not (are_all and all(user.target is aten.where.self and user.args[1] is old[i] for i, user in choices)):
             continue
+        if any(info(condition).aval.ndim for condition in conditions):  # of each element, as of a flat vector
+            continue
         with traced.graph.inserting_before(min(user for _, user in choices)):
             skipping = traced.call(ADAMW, (*update.args, *conditions), info(update))
             results = {index: traced.call(operator.getitem, (skipping, index), info(user)) for index, user in choices}

@@ -166,7 +166,7 @@ class _PipelineBuilder:
         return result
 
     def _moved(self, result: PipelineProgram) -> tuple[str, ...]:
-        """Return a note of the parameters that no rank of their stage in `pipeline(stages=…)` uses."""
+        """Return a note of the parameters that no rank of their stage in `stages=` of `fp.pipeline` uses."""
         wanted = {node: self.plan.cut.stage_of(info(node).param_path) for node in result.inputs}
         moved = [
             f"{info(node).param_path} (stage {stage})"

@@ -63,7 +63,7 @@ class DeviceMap:
 
     @property
     def stages(self) -> dict[str, int]:
-        """Return the stages of a pipeline over the devices, by path, for `fp.pipeline(stages=…)`."""
+        """Return the stages of a pipeline over the devices, by path, for `stages=` of `fp.pipeline`."""
         stage = {memory: index for index, memory in enumerate(self.devices)}
         last = max(len(stage) - 1, 0)
         return {row.path: stage.get(row.memory, last) for row in self.rows if row.bytes and not row.follows}

@@ -211,7 +211,7 @@ ROWS = [
         'found = fp.device_map(module, {"layers/0": "device", "layers/1": "host"})\n'
         'fp.chain(fp.data_parallel("data"), fp.offload(state="device", parameters=found))',
         lambda plan: trained(plan).program.memory().peaks["host"] > 0,
-        "Training too. Devices with numbers are stages: `fp.pipeline(stages=found.stages)`.",
+        "Training too. Devices with numbers are stages: `found.stages` is for `stages=` of `fp.pipeline`.",
     ),
     Row(
         'load_checkpoint_and_dispatch(module, "folder", device_map="auto")',

@@ -100,9 +100,12 @@ class Recorder:
         return results, launch
 
 
-def _on_device(p: Any, g: Any, m: Any, v: Any, step: torch.Tensor, lr: torch.Tensor, *numbers: float) -> None:
+def _on_device(p: Any, g: Any, m: Any, v: Any, step: torch.Tensor, lr: torch.Tensor, *given: Any) -> None:
     """The fused AdamW as on CUDA, where it reads a rate of the device there."""
+    *numbers, skip = given
     options = dict(zip(("beta1", "beta2", "weight_decay", "eps"), numbers, strict=True))
+    if skip is not None:
+        options["found_inf"] = skip.float()
     torch._fused_adamw_(p, g, m, v, [], [step.float()] * len(p), lr=lr, amsgrad=False, maximize=False, **options)
 
 
@@ -113,6 +116,7 @@ def recording() -> Iterator[Recorder]:
         mock.patch.object(cuda_graphs, "RECORDER", Recorder()) as made,
         mock.patch.object(_torch, "fused_adamw_", _on_device),
         mock.patch.object(host_rates, "in_main_memory", return_value=False),
+        mock.patch.object(sys.modules["functional_parallel.ops.adamw_kernel"], "in_main_memory", return_value=False),
         mock.patch.object(sys.modules["functional_parallel.lowering.lower"], "require_capturable"),
     ):
         yield made
