@@ -58,8 +58,8 @@ ONLY_SIMULATED = {
             ("docs/memory_tiers.md", ">>> product = fp.compile("),
             (
                 "docs/optimizers.md",
-                ">>> late = fp.train_step(lambda w: w.square().sum() / 2, fp.optim.delayed(fp.optim.sgd(0.5), after=1), "
-                "Mesh())",
+                ">>> late = fp.train_step(lambda w: w.square().sum() / 2, "
+                "fp.optim.delayed(fp.optim.sgd(0.5), after=1), Mesh())",
             ),
         )
     },
