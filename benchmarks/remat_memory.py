@@ -22,8 +22,8 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.ir import info
-from functional_parallel.program.explain import readable_bytes
 from functional_parallel.program.memory import StorageTable
+from functional_parallel.quantities import readable_bytes
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh
 

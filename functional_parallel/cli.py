@@ -35,7 +35,8 @@ from . import checkpoint
 from .errors import CheckpointError, LaunchError, OrderError, PipelineError, ScheduleError
 from .generation import folder_command
 from .planning import CONVENTIONS, estimate
-from .program import HARDWARE, Program, columns, readable_bytes
+from .program import HARDWARE, Program, columns
+from .quantities import readable_bytes
 from .runtime import launch_of_environment
 from .schedules import command
 from .transforms import chain, matched, pipeline, tensor_parallel, zero

@@ -14,7 +14,7 @@ import optree
 import torch
 
 import functional_parallel as fp
-from functional_parallel.program import readable_bytes
+from functional_parallel.quantities import readable_bytes
 from sharding_specs import Mesh, split
 
 from .written import with_part

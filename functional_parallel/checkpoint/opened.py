@@ -16,7 +16,8 @@ import torch
 from sharding_specs import Box, Mesh, P
 
 from ..errors import CheckpointError, DamagedCheckpointError, RemovedCheckpointError
-from ..program import columns, readable_bytes
+from ..program import columns
+from ..quantities import readable_bytes
 from .files import FileInfo, ShardFile
 from .format import NAME, decode, plan_from_json
 from .layouts import LeafLayout, Piece

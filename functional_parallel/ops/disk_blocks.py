@@ -77,7 +77,7 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype, folder: str) -> Tens
         raise DiskError(_no_room(folder, size, error)) from error
     address = storage.data_ptr()
     _BLOCKS[address] = _Block(file, folder)
-    weakref.finalize(storage, _end, address, file, os.getpid())
+    weakref.finalize(storage, _end, address, file)
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), strides)
 
@@ -143,7 +143,7 @@ def _reserve(file: int, size: int) -> None:
         os.truncate(file, size)
 
 
-def _end(address: int, file: int, process: int) -> None:
+def _end(address: int, file: int) -> None:
     """Forget a block. A child that was forked has the descriptors of its parent, and closes its own."""
     _BLOCKS.pop(address, None)
     os.close(file)

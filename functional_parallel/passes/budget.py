@@ -11,7 +11,8 @@ from typing import ClassVar
 from torch import fx
 
 from ..errors import BudgetError
-from ..program import WAYS_OUT, MemoryUse, readable_bytes
+from ..program import WAYS_OUT, MemoryUse
+from ..quantities import readable_bytes
 from .program_pass import Phase, ProgramPass, Unit
 from .recompute import insert_recompute
 from .remat_options import RematLadder, RematOption

@@ -13,7 +13,7 @@ from sharding_specs import Mesh
 
 from ..ir import Aval, info
 from ..ops import TO_MEMORY, device_of_memory
-from ..program import readable_bytes
+from ..quantities import readable_bytes
 from .stored_residuals import StoredResiduals, counted, made_of_batch, size_of
 
 

@@ -17,7 +17,7 @@ from sharding_specs import Mesh, MeshError
 
 from ..collectives import State, all_gather, axis_size, pscatter
 from ..ir import Aval, info
-from ..program import readable_bytes
+from ..quantities import readable_bytes
 from .moved_residuals import move
 from .program_pass import Settings
 from .stored_residuals import StoredResiduals, counted, made_of_batch

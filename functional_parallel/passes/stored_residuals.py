@@ -19,7 +19,8 @@ from sharding_specs import Mesh
 from ..checker import Typing
 from ..collectives import bind
 from ..ir import Aval, NodeInfo, Traced, first_operand, info, operands_of, reached, residuals
-from ..program import memories_of, readable_bytes, view_base
+from ..program import memories_of, view_base
+from ..quantities import readable_bytes
 from ..tracing import trace
 from .cheap import is_cheap
 from .layer_index import made_of_parameters

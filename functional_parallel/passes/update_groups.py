@@ -19,6 +19,8 @@ from ..ops import TO_MEMORY, is_move, is_number, moved_value
 from .gathers import only_rearranges
 from .program_pass import Phase, ProgramPass, Scope
 
+_OpsOf = Mapping[fx.Node, Sequence[fx.Node]]  # the late ops of each store
+
 
 @dataclass(frozen=True)
 class UpdateGroups(ProgramPass):
@@ -43,7 +45,8 @@ class UpdateGroups(ProgramPass):
         fetches = set(stores.values())
         late = set(reached(fetches, lambda node: [user for user in node.users if user in position]))
         late.update(_waiting_inputs(nodes, late))
-        cones = [_Cone(unit, late, position) for unit in _units(stores, late)]
+        ops = {store: _late_ops(store, late) for store in stores}
+        cones = [_Cone(unit, ops, late, position) for unit in _units(stores, ops)]
         order = _Order(nodes, late, cones).with_groups(list(_filled(cones, self.size)), self.ahead)
         for node in order:
             traced.graph.output_node().prepend(node)
@@ -60,8 +63,8 @@ class _Unit:
 class _Cone:
     """The late ops of a unit, in order, and the position of the last other op that they need."""
 
-    def __init__(self, unit: _Unit, late: Collection[fx.Node], position: Mapping[fx.Node, int]) -> None:
-        ops = {op: None for store in unit.stores for op in _late_ops(store, late)}
+    def __init__(self, unit: _Unit, ops_of: _OpsOf, late: Collection[fx.Node], position: Mapping[fx.Node, int]) -> None:
+        ops = {op: None for store in unit.stores for op in ops_of[store]}
         read = {value: None for op in ops for value in operands_of(op) if value not in late}
         others = (user for value in read if value.op == "placeholder" for user in value.users if user not in late)
         self.ops = list(ops)
@@ -106,12 +109,11 @@ def _late_ops(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
     return list(done)
 
 
-def _units(stores: Mapping[fx.Node, fx.Node], late: Collection[fx.Node]) -> list[_Unit]:
+def _units(stores: Mapping[fx.Node, fx.Node], ops_of: _OpsOf) -> list[_Unit]:
     """Join the stores whose ops have a fetch in common."""
     fetches, units = set(stores.values()), dict[fx.Node, _Unit]()  # by each of its fetches
     for store in stores:
-        ops = _late_ops(store, late)
-        read = {op: None for op in ops if op in fetches}
+        read = {op: None for op in ops_of[store] if op in fetches}
         joined = list({id(units[op]): units[op] for op in read if op in units}.values())
         read.update((op, None) for unit in joined for op in unit.fetches)
         merged = _Unit((*(each for unit in joined for each in unit.stores), store), tuple(read))
@@ -121,12 +123,13 @@ def _units(stores: Mapping[fx.Node, fx.Node], late: Collection[fx.Node]) -> list
 
 def _filled(cones: Iterable[_Cone], size: int) -> Iterator[list[_Cone]]:
     """Yield groups of units, in the order in which their gradients are known."""
-    group: list[_Cone] = []
+    group, filled = list[_Cone](), 0
     for cone in sorted(cones, key=lambda each: each.ready):
-        if group and sum(each.bytes for each in group) + cone.bytes > size:
+        if group and filled + cone.bytes > size:
             yield group
-            group = []
+            group, filled = [], 0
         group.append(cone)
+        filled += cone.bytes
     yield group
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..program import MEMORY_KINDS, MemoryUse, columns, draw, extra_memory, readable_bytes
+from ..program import MEMORY_KINDS, MemoryUse, columns, draw, extra_memory
+from ..quantities import readable_bytes
 
 PIPELINE_KINDS = (*MEMORY_KINDS, "messages")
 

@@ -10,7 +10,8 @@ from torch import fx
 from ..errors import PipelineError
 from ..ir import info, source_of
 from ..ops import attention_notes
-from ..program import Collective, Hardware, HostOp, MemoryMove, Price, bytes_of, counts_of, hardware_of, readable_bytes
+from ..program import Collective, Hardware, HostOp, MemoryMove, Price, bytes_of, counts_of, hardware_of
+from ..quantities import readable_bytes
 from ..schedules import Action, Event, Timeline, peaks
 from .execution import pipeline_memory
 from .pipeline_memory import PipelineMemory

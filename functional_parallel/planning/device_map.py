@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..errors import BudgetError
-from ..program import columns, parse_bytes, readable_bytes
+from ..program import columns
+from ..quantities import parse_bytes, readable_bytes
 from .by_hand import OFFLOADED, MemoryName, placed_by_hand
 from .model_blocks import Block, ModelLeaf, blocks_of, bytes_of_leaves
 

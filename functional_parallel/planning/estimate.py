@@ -18,7 +18,7 @@ from ..functions import PyTree, SpecTree
 from ..ir import is_trained
 from ..optim import Optimizer, sgd, tree_map_params
 from ..pipelines import pipeline_of, stage_of_layer
-from ..program import readable_bytes
+from ..quantities import readable_bytes
 from ..requests import UpdateSharding, owners_of
 from ..training import StepLayout, TrainStep, train_step
 

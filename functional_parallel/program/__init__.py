@@ -12,7 +12,7 @@ from .aliasing import (
     view_base,
 )
 from .base_program import BaseProgram
-from .explain import Explanation, columns, parse_bytes, readable_bytes
+from .explain import Explanation, columns
 from .extra_memory import ExtraMemory
 from .hardware import HARDWARE, Hardware, Line, hardware_of
 from .host import HostOp, require_capturable

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..quantities import parse_bytes as parse_bytes
-from ..quantities import readable_bytes as readable_bytes
+from ..quantities import readable_bytes
 from .memory_moves import MemoryMove
 from .traffic import Collective
 

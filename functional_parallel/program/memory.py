@@ -16,9 +16,9 @@ from torch import fx
 
 from ..ir import Role, Traced, info, operands_of, primitive_name, reached, residuals
 from ..ops import kind_of_memory
+from ..quantities import readable_bytes
 from . import extra_memory
 from .aliasing import mutated_operands, view_base
-from .explain import readable_bytes
 from .memories import memories_of
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from ..errors import BudgetError
-from .explain import parse_bytes, readable_bytes
+from ..quantities import parse_bytes, readable_bytes
 from .memory import MemoryUse
 
 WAYS_OUT = {

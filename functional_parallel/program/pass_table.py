@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 from sharding_specs import Mesh
 
-from .explain import columns, readable_bytes
+from ..quantities import readable_bytes
+from .explain import columns
 from .memory import memory_of
 from .traffic import collectives_of
 

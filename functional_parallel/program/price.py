@@ -14,8 +14,9 @@ from sharding_specs import Mesh
 
 from ..ir import Aval, Traced, info, operands_of, primitive_name
 from ..ops import is_move, kind_of_memory, moved_value
+from ..quantities import readable_bytes
 from .aliasing import readers_before_writes, view_base
-from .explain import columns, readable_bytes
+from .explain import columns
 from .hardware import Hardware
 from .memories import memories_of
 from .overlap import is_started, overlapped

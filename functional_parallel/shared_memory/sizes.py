@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from sharding_specs import Mesh
 
 from ..collectives import OWNED
-from ..program import Collective, ExtraMemory, readable_bytes
+from ..program import Collective, ExtraMemory
+from ..quantities import readable_bytes
 from ..runtime import GATHERED
 from .slots import HALF, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
 

@@ -15,8 +15,7 @@ from sharding_specs.rules import matches_within
 from ..functions import LocalFunction, PyTree, Request, Resolved, SpecTree, explain_keywords
 from ..ops import disk, memory_now, require_memory, to_memory
 from ..passes import HostMoves, MovedResiduals, ParameterMoves, UpdateGroups
-from ..program import parse_bytes
-from ..quantities import is_number
+from ..quantities import is_number, parse_bytes
 from ..requests import OffloadedState, Order, RunPass
 from .transform import Transform
 

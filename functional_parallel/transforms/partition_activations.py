@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from ..functions import LocalFunction, explain_keywords
 from ..ops import MEMORIES
 from ..passes import SplitResiduals
-from ..program import parse_bytes
+from ..quantities import parse_bytes
 from ..requests import RunPass
 from .transform import Transform
 

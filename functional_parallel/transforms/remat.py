@@ -10,8 +10,7 @@ from typing import ClassVar, ParamSpec, TypeVar
 from ..functions import LocalFunction, explain_keywords
 from ..ir import recompute_region
 from ..passes import Remat, RematToBudget
-from ..program import parse_bytes
-from ..quantities import is_positive_int
+from ..quantities import is_positive_int, parse_bytes
 from ..requests import Order, RunPass
 from .transform import Transform
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel.pipelines import PipelineProgram
-from functional_parallel.program.explain import readable_bytes
+from functional_parallel.quantities import readable_bytes
 from sharding_specs import Mesh, P
 
 WIDTH, LAYERS, MICROBATCHES = 16, 2, 4

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 import functional_parallel as fp
-from functional_parallel.program.explain import parse_bytes, readable_bytes
 from functional_parallel.program.work import flops, recompute_cost
+from functional_parallel.quantities import parse_bytes, readable_bytes
 from sharding_specs import Mesh, P
 
 F = torch.nn.functional
