@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("functional_parallel", description="Look at programs and at this machine.")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    commands.add_parser("doctor", help="what this machine has").set_defaults(run=_doctor)
+    commands.add_parser("doctor", help="hardware and versions of this machine").set_defaults(run=_doctor)
 
     explain = commands.add_parser("explain", help="every collective of a program: kind, axis, count, bytes, line")
     of_each = "one row per source line, per axis, or per pass"

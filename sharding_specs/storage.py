@@ -54,7 +54,7 @@ def register_storage(
 
 
 def storages_of(storage: Mapping[str, str], where: object) -> list[Storage]:
-    """Return the registered storages of the fields of a spec, in the order in which a shard is stored."""
+    """Return the registered storages of the fields of a spec, in the order of storing a shard."""
     unknown = [f"{field}={word!r}" for field, word in storage.items() if (field, str(word)) not in _STORAGES]
     if unknown:
         known = ", ".join(f"{field}={word!r}" for field, word in _STORAGES) or "none"

@@ -34,7 +34,7 @@ class FakeResults:
     ) -> Any:
         """Return the result of `function(*args, **kwargs)`, which computes `op` on fake tensors.
 
-        `state` is what else its shape depends on.
+        `state` has the other facts of its shape.
         """
         if not _reads_only_metadata(op) or torch.is_inference_mode_enabled() or is_above_autograd():
             return function(*args, **kwargs)

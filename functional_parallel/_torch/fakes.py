@@ -60,7 +60,7 @@ def without_constant(fake: torch.Tensor) -> torch.Tensor:
 
 
 def added_attributes(x: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that code has set on a tensor, such as `x.aux = …`, without those of torch itself."""
+    """Return the attributes that code has set on a tensor, such as `x.aux = …`, without torch's own attributes."""
     found = vars(x)
     return {name: found[name] for name in found.keys() - _attributes_of_a_fake()} if found else {}
 

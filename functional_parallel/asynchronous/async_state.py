@@ -63,7 +63,7 @@ class AsyncState:
 
     Attributes:
         work: the training loops of the ranks that take part: all in a simulated run, else this process's.
-        nodes: what ranks hold for others, in a simulated run.
+        nodes: values that ranks hold for others, in a simulated run.
         ready: when each rank that is at work will be done, in seconds.
         waiting: when each rank that waits for a reply began to.
         seconds: the time.

@@ -52,7 +52,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Node(ABC):
-    """What a rank holds for the others, as a value: a message makes a new node, and messages to send."""
+    """A rank's value for the others, as a value: a message makes a new node, and messages to send."""
 
     rules: Rules
     rank: int

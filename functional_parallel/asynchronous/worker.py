@@ -1,4 +1,4 @@
-"""What a rank computes by itself: a gradient and a loss, or several inner steps and the difference that they made."""
+"""A rank's own computation: a gradient and a loss, or several inner steps and the difference that they made."""
 
 from __future__ import annotations
 

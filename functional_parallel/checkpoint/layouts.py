@@ -88,7 +88,7 @@ class Piece:
         return self.spec.axes | frozenset(() if self.vector is None else self.vector.over)
 
     def replicas(self, mesh: Mesh) -> list[tuple[str, Sequence[int]]]:
-        """Return the axes along which the piece is replicated, each with the indices of the ranks that hold it."""
+        """Return the axes of the piece's replicas, each with the indices of the ranks that hold it."""
         where = dict(self.where)
         sizes = mesh.shape.items()
         return [(axis, where.get(axis, range(size))) for axis, size in sizes if axis not in self.axes]

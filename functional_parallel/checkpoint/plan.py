@@ -125,7 +125,7 @@ class RestorePlan:
     mesh: Mesh  # of the run that restores
 
     def rank(self, rank: int) -> Iterator[ReadItem]:
-        """Yield what a rank reads. Saved boxes must cover a leaf exactly once."""
+        """Yield the reads of a rank. Saved boxes must cover a leaf exactly once."""
         coordinates = self.mesh.coordinates(rank)
         for leaf, saved in self.leaves:
             for piece in leaf.pieces:

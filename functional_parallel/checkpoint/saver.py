@@ -63,7 +63,7 @@ class Saver:
     Args:
         path: folder of the run's checkpoints, which all hosts share.
         every: number of steps from one save to the next.
-        keep: number of checkpoints to keep. Older ones are removed when the next one is safe. None keeps all.
+        keep: number of checkpoints to keep. Older checkpoints are removed when the next is safe. None keeps all.
         asynchronous: whether a thread writes. If not, a call returns when the checkpoint is safe.
         busy: "wait" for the save before, or "skip" this one, if a process has not finished writing.
         only: "trained" to leave out frozen parameters, as for `train.save`.

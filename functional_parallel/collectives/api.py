@@ -167,7 +167,7 @@ def all_gather(x: Tree, axis: Axes, dim: int = 0, to: str = "varying") -> Tree:
     Args:
         x: pytree of tensors.
         axis: mesh axis or axes.
-        dim: the dim along which to concatenate.
+        dim: dim of the concatenation.
         to: "varying", "invariant" or "reduced".
 
     Returns:
@@ -221,7 +221,7 @@ def all_to_all(x: Tree, axis: Axes, split_dim: int, concat_dim: int) -> Tree:
         x: pytree of tensors.
         axis: mesh axis or axes.
         split_dim: the dim to split; its size must be divisible by n.
-        concat_dim: the dim along which to concatenate.
+        concat_dim: dim of the concatenation.
 
     Returns:
         A pytree of the same shapes, with the size of `split_dim` divided and of `concat_dim` multiplied by n.

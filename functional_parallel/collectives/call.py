@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 STARTED = frozenset({"psum", "psum_scatter", "all_gather", "all_to_all"})  # runtimes start them early, and wait late
-OWNED = ("broadcast", "scatter", "gather", "reduce")  # to or from a value that one rank holds
+OWNED = ("broadcast", "scatter", "gather", "reduce")  # to or from a value that a single rank holds
 COMMUNICATING = frozenset({*STARTED, "ppermute", "pmax", "pmin", "pbroadcast", *OWNED})
 
 _STATES = ("src", "dst")

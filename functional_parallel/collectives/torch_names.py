@@ -83,7 +83,7 @@ def gather(x: Tree, axis: Axes, root: int = 0, dim: int = 0) -> Tree:
         x: pytree of tensors.
         axis: mesh axis or axes.
         root: rank that gets the concatenation.
-        dim: the dim along which to concatenate.
+        dim: dim of the concatenation.
 
     Returns:
         A pytree of the same shapes, with the size of `dim` multiplied by the number of ranks.

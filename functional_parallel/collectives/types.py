@@ -195,7 +195,7 @@ _called: ContextVar[str | None] = ContextVar("collective that users call", defau
 
 @contextmanager
 def called(name: str) -> Iterator[None]:
-    """Name a collective that is built from another one, for messages."""
+    """Name a collective that is built from another collective, for messages."""
     token = _called.set(name)
     try:
         yield

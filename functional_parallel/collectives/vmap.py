@@ -38,7 +38,7 @@ def vmap(
 ) -> Callable[..., Any]:
     """Map a function over a dim of its arguments. Collectives inside can use this dim as the mesh axis `axis_name`.
 
-    The other arguments are those of torch.func.vmap. An out_dim of None declares that the result is equal for all
+    The other arguments are as in torch.func.vmap. An out_dim of None declares that the result is equal for all
     entries, which is checked. `axis_size` is required if no argument is mapped. `chunk_size` is not allowed with
     `axis_name`, because all ranks of an axis must run together.
 

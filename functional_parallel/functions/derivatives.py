@@ -310,7 +310,7 @@ def unused(x: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """Type the zeros of unused inputs, and record for every input of the trace whether a gradient reaches it."""
-    # torch creates these zeros with `zeros_like` of the input, but their type must be that of the gradient.
+    # torch creates these zeros with `zeros_like` of the input, but they must have the type of the gradient.
     for x, gradient in zip(inputs, gradients, strict=True):
         node = active.node_of(_torch.unwrap(x))
         is_unused = unused(x, gradient)

@@ -1,4 +1,4 @@
-"""Base class of requests: what a transform asks of the code that compiles a function or trains with it.
+"""Base class of requests from a transform to the code that compiles a function or trains with it.
 
 That code looks for a class of requests with the hook that it calls. It does not know the transforms that make them.
 """

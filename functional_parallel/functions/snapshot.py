@@ -66,7 +66,7 @@ class Snapshot:
         return self._others() == self._known
 
     def _watch(self) -> None:
-        """Take the present objects for those at first. Most containers are empty, such as those of hooks."""
+        """Take the present objects for those at first. Most containers are empty, such as the containers of hooks."""
         held = [each.container for each in self._opened.values()]
         self._empty = [each for each in held if not each]
         views = ((each, each.values()) if isinstance(each, Mapping) else (each,) for each in held if each)

@@ -52,7 +52,7 @@ class StackedTree:
         return self.tree.unflatten([[of_layer(one)] * count if count else one for one, count in pairs])
 
     def unstack(self, params: PyTree) -> PyTree:
-        """Return the tree with a list of layers for every stack. A leaf that is no tensor is that of each layer."""
+        """Return the tree with a list of layers for every stack. A leaf that is no tensor belongs to each layer."""
         pairs = zip(self.tree.flatten_up_to(params), self.lengths, strict=True)
         return self.tree.unflatten([_layers(leaf, count) if count else leaf for leaf, count in pairs])
 

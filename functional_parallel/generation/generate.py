@@ -89,7 +89,7 @@ class Generator:
         plan: a plan, such as that of the training step. ZeRO stages have no effect: parameters are gathered once.
         cache: function of params, rows and length that returns the empty cache of `fn`. Rows are the first dim.
         temperature, top_k, top_p: how the next token is drawn. A temperature of 0 takes the best.
-        eos: the end token, or several. By default those of a model of transformers.
+        eos: the end token, or several. By default the end tokens of a model of transformers.
         pad: the token after the end of a row.
         buckets: lengths of padded prompts and caches, ascending. By default powers of 2 from 16.
         look_every: after this number of steps the host looks whether all rows have ended.

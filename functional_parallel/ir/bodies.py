@@ -80,7 +80,7 @@ class _CopyFinder:
 
 
 def _token(node: fx.Node) -> Hashable:
-    """Return what an op is, without its operands and its source line."""
+    """Return the identity of an op, without its operands and its source line."""
     known = info(node)
     given = node.args[:2] + node.args[4:] if slices_of([node]) else node.args
     args = walk_args((given, node.kwargs), lambda value: "(node)" if isinstance(value, fx.Node) else value)

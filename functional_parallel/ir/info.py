@@ -20,7 +20,7 @@ _KEY = "info"
 
 
 class Role(Enum):
-    """What a collective, a cast or a view moves."""
+    """The purpose of a collective's, a cast's or a view's operand."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"  # of a parameter

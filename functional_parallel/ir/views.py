@@ -1,4 +1,4 @@
-"""View ops by what they do to elements. Every list of view ops in the library is composed of these.
+"""View ops by their effect on elements. Every list of view ops in the library is composed of these.
 
 An op is listed by its effect on values, not by its memory: `reshape` and `_unsafe_view` share memory or do not. What
 shares memory for certain follows from the schema of an op.

@@ -45,7 +45,7 @@ def delayed(optimizer: Optimizer, after: float = 40) -> Optimizer:
 
     Raises:
         TypeError: if `optimizer` is not an optimizer.
-        ValueError: for a negative number of updates, or one that is not whole.
+        ValueError: for a negative number of updates, or a number that is not whole.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"delayed takes an fp.optim.Optimizer, not {optimizer!r}")

@@ -131,6 +131,6 @@ def muon(
 
 
 def _of_full_matrices(function: Callable[[Tensor], Tensor], shards: Tensor, spec: P) -> Tensor:
-    axes = tuple(axis for dim in spec.dim_axes() for axis in reversed(dim))  # the order in which they can be moved
+    axes = tuple(axis for dim in spec.dim_axes() for axis in reversed(dim))  # the order of their moves
     split, whole = P(None, *spec.dim_axes()), P(axes, padded={0: len(shards)} if axes else None)
     return relayout_leaf(function(relayout_leaf(shards, split, whole)), whole, split)

@@ -33,7 +33,7 @@ def tree_map_params(change: Callable[[PyTree], PyTree], state: PyTree, structure
 def tree_map_of_params(
     change: Callable[..., PyTree], structure: optree.PyTreeSpec, new: PyTree, old: PyTree, *trees: PyTree
 ) -> PyTree:
-    """Map over what two states of one structure have for each parameter, and over `trees` of the parameters' structure.
+    """Map over two states of one structure, parameter by parameter, and over `trees` of the parameters' structure.
 
     It is in the smallest subtrees that begin with the parameters' structure. A parameter has a leaf there, or several,
     such as the row and column means of adafactor. The rest of the new state stays.

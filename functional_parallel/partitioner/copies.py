@@ -1,6 +1,6 @@
 """Partition the copies of a body once: the first one runs op by op, and later ones repeat the ops that it recorded.
 
-A copy repeats another one if the interpreter cannot distinguish the values that they take from outside: their layouts
+A copy repeats another copy if the interpreter cannot distinguish the values that they take from outside: their layouts
 and conversions, and shapes, strides and types of the shards. Any other copy runs op by op.
 """
 
@@ -143,7 +143,7 @@ class Made:
 
 
 def observed(tensor: Tensor, active: Recorder) -> Hashable:
-    """Return what the ops that read a tensor depend on."""
+    """Return the facts that the readers of a tensor depend on."""
     node, is_fake = active.value(tensor), isinstance(tensor, _torch.FakeTensor)
     if node is None:
         return aval_of(tensor), _strides(tensor), id(tensor) if is_fake else None

@@ -158,7 +158,7 @@ _WHOLE: dict[State, AxisLayout] = {_I: REPLICATED, _R: REDUCED, _U: REPLICATED}
 
 
 def operand_layouts(region: Region, held: Sequence[AxisLayout], axis: str) -> list[AxisLayout]:
-    """Return the layouts along an axis in which a region takes its operands, given those in which they are held."""
+    """Return a region's operand layouts along an axis, given the layouts of the values."""
     places = [_taken(border, place, axis, region) for border, place in zip(region.operands, held, strict=True)]
     if axis in region.hidden and REDUCED in places:
         try:

@@ -27,7 +27,7 @@ class PartitionedValue:
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The shard, and its conversions in the order in which they were made."""
+        """The shard, and its conversions, oldest first."""
         yield self.part
         yield from self.forms.values()
 

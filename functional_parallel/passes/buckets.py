@@ -1,7 +1,7 @@
 """Merge many small collectives of gradients and parameters into few large ones, called buckets.
 
-A collective has a latency in addition to the time for its bytes. Values are added to a bucket in the order in which
-they become ready. A bucket is sent when it is full, or when an op needs one of its values (PyTorch DDP's buckets, arXiv
+A collective has a latency in addition to the time for its bytes. Values are added to a bucket as they
+become ready. A bucket is sent when it is full, or when an op needs one of its values (PyTorch DDP's buckets, arXiv
 2006.15704 §3.2.3). The size depends on the model: one bucket for all values would be sent when no computation is left
 to overlap with it.
 """

@@ -1,4 +1,4 @@
-"""Casts of parameters: gather in the dtype in which they are used, and skip a wider dtype that nothing needs.
+"""Casts of parameters: gather in the dtype of their use, and skip a wider dtype that nothing needs.
 
 The values do not change, because a narrowing cast acts on each element separately. Half the bytes are sent.
 """

@@ -33,7 +33,7 @@ def is_numbered(layer: str) -> bool:
 
 @dataclass
 class LayerIndex:
-    """Layers of a model, in the order in which its forward uses their parameters, and the layer of each value."""
+    """Layers of a model, in the order of use in its forward, and the layer of each value."""
 
     names: list[str]  # the layers' paths
     of: dict[fx.Node, int]  # index of the last layer that a forward value depends on; -1 if it uses no parameter

@@ -65,7 +65,7 @@ class Completed(NamedTuple):
     memories: tuple[MemoryUse, ...]
     saved: tuple[Collection[fx.Node], ...] = ()
     in_flight: tuple[int, ...] = ()  # number of microbatches whose values a rank saves at the same time
-    sent: Collection[fx.Node] = ()  # values that a stage sends to the next one
+    sent: Collection[fx.Node] = ()  # values that a stage sends to the next stage
 
 
 def _completed(program: Program) -> Completed:

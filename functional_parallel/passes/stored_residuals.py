@@ -45,7 +45,7 @@ class StoredResiduals(ProgramPass):
         """Raise an error if the pass can do nothing on this mesh."""
 
     def note(self, stored: Sequence[fx.Node]) -> str | None:
-        """Say what was done, for `explain`."""
+        """Describe the change, for `explain`."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The passes in the order in which they run. Names, phases and the page docs/passes.md come from this table."""
+"""The passes in order of execution. Names, phases and the page docs/passes.md come from this table."""
 
 from __future__ import annotations
 

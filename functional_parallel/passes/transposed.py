@@ -1,4 +1,4 @@
-"""Compute gradients of weights in the orientation in which they are used.
+"""Compute gradients of weights in the orientation of their use.
 
 The gradient of `x @ w.T` is traced as `(x.T @ dy).T`, a product followed by a transposed view. An op that reads it in
 order, such as a bucket or an optimizer, would access memory with a stride. `dy.T @ x` is the same value, contiguous;

@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Programs that run after the pipeline, in levels. `output_specs` have the axes along which results differ."""
+    """Programs that run after the pipeline, in levels. `output_specs` have the axes of varying results."""
 
     given: dict[fx.Node, EpilogueInput]  # origin of each input
     parts: tuple[dict[int, Subprogram], ...]  # for each level, the program of each rank

@@ -44,7 +44,7 @@ class Extractor:
         self.memories = memories_of(traced)
 
     def spec(self, node: fx.Node) -> P:
-        """Return a spec that states only the axes along which a value differs."""
+        """Return a spec that states only the axes of a varying value."""
         axes = self.axes.get(node, frozenset())
         if axes not in self._specs:
             self._specs[axes] = P(unreduced=axes)

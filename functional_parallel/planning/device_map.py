@@ -57,7 +57,7 @@ class DeviceMap:
 
     @property
     def devices(self) -> list[MemoryName]:
-        """Return the devices that run layers, in order. The last one runs what is offloaded."""
+        """Return the devices that run layers, in order. The last device runs what is offloaded."""
         devices = [memory for memory in self.bytes if memory not in OFFLOADED]
         offloaded = any(self.bytes.get(memory) for memory in OFFLOADED)
         return [each for each in devices if self.bytes[each] or (offloaded and each == devices[-1])]

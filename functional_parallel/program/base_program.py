@@ -76,7 +76,7 @@ class BaseProgram(abc.ABC):
         return counts_of(self.collectives())
 
     def bytes_sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """Return the bytes that one rank sends, per kind and axes; for a pipeline the sum over its ranks."""
+        """Return the bytes that a rank sends, per kind and axes; for a pipeline the sum over its ranks."""
         return bytes_of(self.collectives())
 
     def bytes_moved(self) -> dict[tuple[str, str], int]:

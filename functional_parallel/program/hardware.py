@@ -126,7 +126,7 @@ class Hardware:
         return self.launch + max(products, moved / (self.bandwidth * self.bandwidth_share))
 
     def on_host(self, moved: int) -> float:
-        """Seconds of an op in the host's memory, which is an elementwise one as those of an update."""
+        """Seconds of an op in the host's memory, which is an elementwise one of an update."""
         return self.launch + moved / (self.host_bandwidth * self.bandwidth_share)
 
     def collective(self, one: Collective, mesh: Mesh) -> float:

@@ -64,7 +64,7 @@ class Price:
         name, mesh: name and mesh of the program.
         hardware: the hardware that the price is for.
         seconds: the time of a step.
-        items: every op and collective, in the order in which the rank runs them.
+        items: every op and collective, in the rank's order of execution.
         memory: peak of the bytes alive on a rank.
         flops: flops of the products of a rank.
         utilization: fraction of its peak that the rank's products reach over the step, recomputation included (HFU).

@@ -1,4 +1,4 @@
-"""What ops move or cast: parameters, their gradients or new values, each with its path and the line that uses it."""
+"""Purpose of moved and cast values: parameters, gradients or new values, each with its path and the line of its use."""
 
 from __future__ import annotations
 

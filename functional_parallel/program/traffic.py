@@ -1,4 +1,4 @@
-"""Collectives of a program, with the bytes that one rank sends for each in a ring."""
+"""Collectives of a program, with the bytes that a rank sends for each in a ring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ir import Aval, Source, Traced, collective_call, info, update_info
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program; `bytes` is the number of bytes that one rank sends for it."""
+    """One collective of a program; `bytes` is the number of bytes that a rank sends for it."""
 
     kind: str
     axes: tuple[str, ...]

@@ -31,7 +31,7 @@ class HostGroup:
     def shares_all(self) -> bool:
         return self.memory is not None and self.hosts == 1
 
-    # --- messages to single ranks, received in the order in which they were sent ---
+    # --- messages to single ranks, received in the order of sending ---
 
     def send(self, x: Tensor, to: int) -> Waitable:
         channels = self._channels(x, to)

@@ -131,7 +131,7 @@ class Sharded(Held):
 
     @classmethod
     def restore(cls, path: str | Path, mesh: Mesh, specs: SpecTree, *, step: int | None = None) -> Sharded:
-        """Read the parameters of a checkpoint onto a mesh. Each rank reads what it will hold.
+        """Read the parameters of a checkpoint onto a mesh. Each rank reads its shards.
 
         Args:
             path: folder of checkpoints, or one checkpoint, of `Sharded.save` or `train.save`.
@@ -188,7 +188,7 @@ class Sharded(Held):
         return Sharded(copied(self.handles), self.shapes, self._specs, self._runtime, self._stacks)
 
     def cast(self, like: PyTree) -> Sharded:
-        """Return the tree in the dtypes of another one. Each rank casts its shards. Stacked layers stay as they are."""
+        """Return the tree in the dtypes of another tree. Each rank casts its shards. Stacked layers do not change."""
         dtypes = [x.dtype if isinstance(x, torch.Tensor) else None for x in optree.tree_leaves(like)]
         old = [x.dtype if isinstance(x, torch.Tensor) else None for x in optree.tree_leaves(self.shapes)]
         if dtypes == old or self._stacks is not None:
@@ -329,7 +329,7 @@ class Sharded(Held):
         Args:
             path: folder of checkpoints, which all hosts share. It is created.
             step: number of the checkpoint.
-            extra: what else to save; JSON.
+            extra: other values to save; JSON.
 
         Raises:
             CheckpointError: on every process, if a process could not write its part, or another run writes there.

@@ -155,7 +155,7 @@ class _Begin:
         self.bindings, self.before = self.recording.bindings(), self._counts()
 
     def _counts(self) -> tuple[Any, ...]:
-        """Return what a call that can be copied does not change."""
+        """Return the facts that a copyable call does not change."""
         recording = self.recording
         reads = (recording.values_read, recording.layouts.strides_read, len(recording.zeros))
         return *reads, len(ambient_keys()), random.getstate(), self.call.key()

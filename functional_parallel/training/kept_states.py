@@ -102,7 +102,7 @@ class KeptStates:
     ) -> None:
         """Save a state as a checkpoint of its step. It returns when the checkpoint is safe on the disk.
 
-        Each rank writes what it holds, and ranks with equal shards share the work. Every process must call it.
+        Each rank writes its shards, and ranks with equal shards share the work. Every process must call it.
 
         >>> import tempfile, torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -123,7 +123,7 @@ class KeptStates:
                 it, such as `step_00000100`.
             data: the `fp.Position` that `sampler.run` returned with the last batch, or a loader with `state_dict` and
                 `load_state_dict`.
-            extra: what else to save; JSON.
+            extra: other values to save; JSON.
             only: "trained" to leave out the parameters that the optimizer does not update: those that `by_path`
                 freezes, and tensors of integers. Parameters that the loss does not use are saved, with their state.
 
@@ -156,7 +156,7 @@ class KeptStates:
                 before the save has run.
 
         Returns:
-            The save. `run` writes it, in this thread or another one. Then `wait` raises what went wrong.
+            The save. `run` writes it, in this or another thread. Then `wait` raises what went wrong.
         """
         return save_state(self.states, state, path, data=data, extra=extra, keep=keep, copies=copies, only=only)
 
@@ -176,7 +176,7 @@ class KeptStates:
     ) -> TrainState:
         """Restore a state from a checkpoint onto this step's mesh and plan, with all checksums verified.
 
-        Each rank reads what it will hold. Every process must call it.
+        Each rank reads its shards. Every process must call it.
 
         Args:
             path: folder of the run's checkpoints, or of one checkpoint.

@@ -30,7 +30,7 @@ class SavedLeaves:
 
     Args:
         tensors: the tensors.
-        rounded: stored parameters of which the checkpoint has only the masters: the layouts in which they are stored.
+        rounded: stored parameters of which the checkpoint has only the masters: their stored layouts.
         numbers: indices of the held leaves that are not tensors, by kind and key.
         params: the tree of the user's parameters, of tensors without values.
         owners: key of the parameter to which a leaf belongs, by kind and key of the leaf.

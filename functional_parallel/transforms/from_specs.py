@@ -1,4 +1,4 @@
-"""Chain of transforms that one spec tree implies."""
+"""Chain of transforms of a spec tree."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ define("ppermute", State.VARYING, _by(lambda pairs: ("ppermute", _inverse(pairs)
 define("pbroadcast", State.INVARIANT, _pbroadcast)
 
 
-# --- From and to a value that one rank owns ---
+# --- From and to a value that a single rank owns ---
 
 
 def _broadcast(cotangent: Tensor, axes: Axes, owner: int, dst: str) -> Tensor:

@@ -10,7 +10,7 @@ class Key(NamedTuple):
     """Row of the schema. The default of a refused key is the value that is accepted."""
 
     path: str  # with dots
-    kind: str | tuple[str, ...]  # one of those in `checks`, or choices
+    kind: str | tuple[str, ...]  # an entry of `checks`, or choices
     default: Any
     text: str  # the effect of an honoured key, or the reason
     treatment: str = "honoured"  # or "not applicable" or "refused"

@@ -49,7 +49,7 @@ def save_pretrained(
     of the model, and the tokenizer's files of the folder that the model came from. It has its name when it is complete.
 
     Args:
-        params: parameters of `fn`: sharded ones, or those of a training state, in the dtype in which they are stored,
+        params: parameters of `fn`: sharded ones, or those of a training state, in their stored dtype,
             or full tensors.
         folder: a new folder, on a disk that all hosts share.
         fn: the function of the model, by `fp.load_pretrained` or `fp.functional`.
@@ -98,7 +98,7 @@ def save_pretrained(
 
 
 def _failure(act: Callable[[], None], folder: Path) -> str:
-    """Return what went wrong. The other processes must know it before it is raised."""
+    """Return the error. The other processes must know it before it is raised."""
     try:
         act()
     except (OSError, ValueError, CheckpointError) as error:  # a ValueError of transformers is about a config
@@ -210,7 +210,7 @@ def _parts(groups: Iterable[Group], most: int) -> Iterator[Group]:
 
 
 def _complete(made: Path, folder: Path, export: _Export) -> None:
-    """Write what is not a tensor, and give the folder its name."""
+    """Write all but the tensors, and give the folder its name."""
     model, files, disk = export.model, export.files, Disk()
     config, came_from = copy.deepcopy(model.config), Path(model.config.name_or_path or made)
     first = next(name for name, _ in model.named_parameters())

@@ -41,7 +41,7 @@ def meta_model(
         model_class: its class, or an Auto class; None for the class that config.json names.
         dtype: dtype of the parameters; None for that of config.json, or else `stored`.
         stored: a dtype in the files.
-        changes: entries to use instead of those of config.json.
+        changes: entries that replace entries of config.json.
     """
     transformers, config = require_transformers(), _config(folder, model_class, changes)
     model_class = model_class or _architecture(folder / CONFIG, config)

@@ -73,7 +73,7 @@ def load_pretrained(
             `compiled.hold(params, …)`, move it to the ranks of the stages that use it.
         dtype: dtype of the parameters, to which reads convert. By default that of config.json.
         model_class: class of the model, or an Auto class of transformers. By default the one that config.json names.
-        config: entries to use instead of those of config.json, such as `{"num_labels": 1}`.
+        config: entries that replace entries of config.json, such as `{"num_labels": 1}`.
         new: patterns of names of weights that are drawn and not read, such as `"score*"` for a new head. The model
             draws them by its own initialisation, on each process in full, and equally on every mesh.
         unused: patterns of keys of the folder that the model does not have, such as `"lm_head*"`.

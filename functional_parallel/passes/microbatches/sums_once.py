@@ -54,7 +54,7 @@ class ReducePerMicrobatch(ProgramPass):
     phase: ClassVar[Phase] = Phase.TYPES
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
-        moved: set[fx.Node] = set()  # totals that one sum over ranks has moved before; no second one does
+        moved: set[fx.Node] = set()  # totals that an earlier sum over ranks has moved
 
         def is_passed(node: fx.Node) -> bool:
             return is_total(node, self.axis) and info(node).backward and node not in moved

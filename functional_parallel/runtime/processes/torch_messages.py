@@ -15,7 +15,7 @@ ROLL_CALL = (1 << TAG_BITS) - 1  # a tag that no other messages have
 
 
 class Messages(Protocol):
-    """Messages to single ranks of a group. Between two ranks, they arrive in the order in which they were sent."""
+    """Messages to single ranks of a group. Between two ranks, they arrive in the order of sending."""
 
     def send(self, x: Tensor, to: int) -> Waitable:
         """Start to send contiguous bytes. They must not change until the returned handle is waited for."""

@@ -37,7 +37,7 @@ class StepLayout:
     `compute` and `kept` have the tree of the parameters. The other specs have the tree that `packing` computes from it.
     """
 
-    params: PyTree  # shapes, in the dtypes in which they are trained
+    params: PyTree  # shapes, in their training dtypes
     packing: NoPacking | FlatPacking
     compute: SpecTree  # of the parameters in the loss
     kept: SpecTree  # of the parameters at rest, between steps

@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 def as_trained(param: T, trained: torch.Tensor) -> T | torch.Tensor:
-    """Cast a stored parameter to the dtype in which it is trained."""
+    """Cast a stored parameter to its training dtype."""
     return param.to(trained.dtype) if isinstance(param, torch.Tensor) and param.dtype != trained.dtype else param
 
 
 def global_norm(gradients: PyTree, specs: SpecTree, owners: Collection[str] = ()) -> torch.Tensor:
     """Return the norm of all gradients. Each element is counted once, with one psum per set of axes.
 
-    Along the axes of `owners` one rank holds all shards. It adds their squares in the order in which a psum does.
+    Along the axes of `owners` one rank holds all shards. It adds their squares in the order of a psum.
     """
     counted: dict[tuple[str, ...], list[tuple[torch.Tensor, P]]] = {}
     leaves = optree.tree_leaves(specs, none_is_leaf=True)  # a parameter that is None has no spec

@@ -50,13 +50,13 @@ class mixed_precision(Transform):
         keep: patterns for the paths of parameters that are not cast. Values computed from these parameters alone and
             products with them also stay in float32. Running statistics of batch norms are never cast.
         islands: additional functions to compute in float32: torch functions or their names.
-        params: the dtype in which ZeRO-3 gathers parameters: `compute`, the default, or "fp32".
+        params: dtype of ZeRO-3's gathers of parameters: `compute`, the default, or "fp32".
         inputs: the dtype of floating tensors of the batch at the start of the function: `compute`, the default, or
             "fp32", which does not cast them. Use "fp32" for targets in the thousands, for example, because bfloat16 has
             three digits. Products of them are still in low precision.
         results: the dtype of floating results: "fp32", or `compute`, which does not cast them, as for a cache that is
             read again.
-        reduce: the dtype in which gradients of parameters are summed over ranks: "fp32", "bf16" or "fp16".
+        reduce: dtype of the sums of gradients over ranks: "fp32", "bf16" or "fp16".
         masters: whether `train_step` keeps float32 masters. `train.params(state)` then returns these. False trains in
             the compute dtype alone: parameters, optimizer state and updates are rounded to it.
         loss_scale: the loss scale of `train_step`: rules, a constant, or None. The default is `fp.LossScale()` for fp16
