@@ -32,6 +32,11 @@ _HOST = "127.0.0.1"
 _TO_END = 10.0  # seconds from a rank's result to its end
 _LOOK_EVERY = 1.0
 _FAR = 2  # an error about other ranks: one of them has failed, or ends at the same time
+_NO_THREADS = "autograd's threading"  # of torch's message
+_SPAWN = (
+    "\nautograd of the process that called fp.launch has threads, because of a backward on a device or a deeply nested "
+    "one; a fork lacks them: pass start='spawn'"
+)
 
 
 class _LaunchedRank(NamedTuple):
@@ -191,7 +196,8 @@ def _failure(error: BaseException) -> _Failure:
     with suppress(Exception):
         pickled = pickle.dumps(error)
     distance = _FAR if isinstance(error, (CollectiveError, CallMismatchError)) else 0
-    return _Failure(f"raised\n{traceback.format_exc()}", distance, pickled)
+    advice = _SPAWN if _NO_THREADS in str(error) else ""
+    return _Failure(f"raised\n{traceback.format_exc()}{advice}", distance, pickled)
 
 
 # --- Results and failures of ranks ---

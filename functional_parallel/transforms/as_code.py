@@ -68,7 +68,7 @@ def hashable(value: Any) -> Any:
 
 
 def from_code(text: str) -> Any:
-    """Return the object of a text of `as_code`. Only calls of transforms, their rules and `P` are read; nothing else runs."""
+    """Return the object of a text of `as_code`. Only calls of transforms, their rules and `P` are read."""
     kinds: list[type[Any]] = [LossScale, *_subclasses(AsCode)]
     known = {f"{'fp.' * _is_own(each)}{each.__name__}": each for each in kinds}
     return _read(ast.parse(text, mode="eval").body, {"P": P, **known})

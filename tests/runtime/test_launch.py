@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,21 @@ def test_a_function_of_a_notebook() -> None:
         del sys.modules["__main__"].Found  # type: ignore[attr-defined]
 
 
-def test_training_after_a_backward_of_this_process() -> None:
-    """A fork has none of the threads that this process computed with."""
-    w = torch.ones(64, 64, requires_grad=True)
-    (torch.ones(64, 64) @ w).sum().backward()
+def after_a_backward(depth: int) -> str:
+    """Differentiate in this process, backwards inside backwards, then on ranks. Return the losses or the error."""
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+            ctx.depth = depth
+            return x @ x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if ctx.depth:
+                with torch.enable_grad():
+                    Nested.apply(torch.ones(64, 64, requires_grad=True), ctx.depth - 1).sum().backward()
+            return grad, None
 
     def trained() -> float:
         loss = lambda w, x: (x @ w).square().mean()  # noqa: E731
@@ -88,7 +100,24 @@ def test_training_after_a_backward_of_this_process() -> None:
         _, metrics = train(train.init(torch.eye(4)), torch.ones(4, 4))
         return float(metrics.loss)
 
-    assert fp.launch(trained, 2) == [1.0, 1.0]
+    Nested.apply(torch.ones(64, 64, requires_grad=True), depth).sum().backward()
+    try:
+        return str(fp.launch(trained, 2))
+    except fp.LaunchError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "depth, found", [(0, "[1.0, 1.0]"), (100, "deeply nested one; a fork lacks them: pass start='spawn'")]
+)
+def test_training_after_a_backward_of_this_process(depth: int, found: str) -> None:
+    """A fork has none of the threads that this process computed with. Those of autograd, of a deep backward, it misses.
+
+    A process of its own does not have the threads of other tests.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        assert found in pool.submit(after_a_backward, depth).result()
 
 
 def test_ranks_compute_with_several_threads_after_this_process_did() -> None:
