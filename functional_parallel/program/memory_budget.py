@@ -37,6 +37,7 @@ class Memory:
         device: bytes of the device's memory, as a number or as text such as "64MiB"; None for no limit. On a machine
             without an accelerator, values that no spec or move puts elsewhere count as the device's.
         host: bytes of the host's memory.
+        disk: bytes of the values on disk.
 
     Raises:
         ValueError: for a size that is none.
@@ -44,6 +45,7 @@ class Memory:
 
     device: int | str | None = None
     host: int | str | None = None
+    disk: int | str | None = None
 
     def __post_init__(self) -> None:
         self.limits()
