@@ -79,8 +79,8 @@ def _stores(traced: Traced) -> dict[fx.Node, fx.Node]:
         index = info(old).updated_output
         new = traced.outputs[index] if index is not None else None
         fetches = [user for user in old.users if user.target is TO_MEMORY and moved_value(user) is old]
-        if not isinstance(new, fx.Node) or new.target is not TO_MEMORY:
-            continue
+        if info(old).is_parameter or not isinstance(new, fx.Node) or new.target is not TO_MEMORY:
+            continue  # what fetches a parameter computes the gradients too
         if len(fetches) == len(old.users) == 1 and fetches[0].args[1] != new.args[1]:
             found[new] = fetches[0]
     return found
