@@ -22,6 +22,7 @@ import report
 import torch
 
 import functional_parallel as fp
+from functional_parallel.program import memory_moves
 from functional_parallel.runtime.processes import started_moves
 from sharding_specs import Mesh
 
@@ -59,7 +60,7 @@ def plans(folder: str) -> dict[str, Any]:
 def measured(name: str, folder: str, steps: int) -> list[list[object]]:
     """Rows of a plan: times without a link, and at each balance."""
     link = started_moves.copy_into = EmulatedLink()  # type: ignore[assignment]
-    started_moves.LEAST = 0
+    memory_moves.LEAST = 0
     torch.manual_seed(0)
     params, x = [torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(LAYERS)], torch.randn(ROWS, WIDTH)
     train = fp.train_step(loss, fp.optim.adamw(1e-4), Mesh(data=1), plans(folder)[name], bucket=4 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,12 @@ class PipelineMemory:
     @property
     def peaks(self) -> dict[str, int]:
         """Maximum of live bytes on any rank, of each memory that the program uses."""
-        names = dict.fromkeys(name for rank in self.ranks for name in rank.peaks)
-        return {name: max(rank.peaks.get(name, 0) for rank in self.ranks) for name in names}
+        return _largest([rank.peaks for rank in self.ranks])
+
+    @property
+    def peaks_in_flight(self) -> dict[str, int]:
+        """The same while moves run beside the ops: the values that a move copies live until a rank waits for it."""
+        return _largest([rank.peaks_in_flight for rank in self.ranks])
 
     @property
     def shared(self) -> int:
@@ -77,10 +82,20 @@ class PipelineMemory:
         lines += [said] if (said := extra_memory.current().note(self.shared)) else []
         lines += [f"the largest on rank {number}, {fullest.ops[fullest.at]}"]
         lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}".rstrip() for size, what, where in self.largest]
-        others = [f"memory {name!r}: at most {readable_bytes(peak)}" for name, peak in [*self.peaks.items()][1:]]
+        in_flight = {name: readable_bytes(peak) for name, peak in self.peaks_in_flight.items()}
+        others = [
+            f"memory {name!r}: at most {readable_bytes(peak)}, with moves in flight {in_flight[name]}"
+            for name, peak in self.peaks.items()
+            if len(in_flight) > 1
+        ]
         return "\n".join([*lines, *others])
 
     def plot(self, path: str | Path) -> None:
         """Draw the curves of all ranks. Needs matplotlib."""
         curves = {f"{self.axis} {index}": rank.curve for index, rank in enumerate(self.ranks)}
         draw(path, self.name, curves, self.peak, "program")
+
+
+def _largest(ranks: Sequence[dict[str, int]]) -> dict[str, int]:
+    names = dict.fromkeys(name for peaks in ranks for name in peaks)
+    return {name: max(peaks.get(name, 0) for peaks in ranks) for name in names}

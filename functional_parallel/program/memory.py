@@ -15,16 +15,22 @@ import torch
 from torch import fx
 
 from ..ir import Role, Traced, info, operands_of, primitive_name, reached, residuals
-from ..ops import kind_of_memory
+from ..ops import PACK, UNPACK, UNPACK_INTO, is_move, kind_of_memory, moved_value
 from ..quantities import readable_bytes
 from . import extra_memory
 from .aliasing import mutated_operands, view_base
 from .memories import memories_of
+from .memory_moves import moves_of, waits_of
 
 aten = torch.ops.aten
 
 
-MEMORY_KINDS = ("parameters", "optimizer state", "other inputs", "gathered", "residuals", "gradients", "temporaries")
+MEMORY_KINDS = (
+    *("parameters", "optimizer state", "other inputs", "gathered", "residuals", "gradients"),
+    *("buckets", "transfers", "temporaries"),  # buffers of collectives, buffers of moves, and the rest
+)
+
+_UNPACKS = (UNPACK, UNPACK_INTO)
 
 Storage = tuple[fx.Node, int]  # the op that allocates it, and the index of the result
 
@@ -41,10 +47,20 @@ class MemoryUse:
     shared: int = 0  # bytes that the transport of collectives uses in addition, at most, as `extra_memory` predicts
     copied: int = 0  # bytes of `curve` for copies of inputs and results, which a CUDA graph holds between steps
     beside: Mapping[str, MemoryUse] = field(default_factory=dict)  # of the other memories that it uses, by name
+    in_flight: tuple[int, ...] = ()  # `curve` if every move ends when a rank waits for it; empty if none is that large
 
     @property
     def peak(self) -> int:
         return max(self.curve, default=0)
+
+    @property
+    def peak_in_flight(self) -> int:
+        """Peak while moves run beside the ops: the values that a move copies live until a rank waits for it."""
+        return max(self.in_flight, default=self.peak)
+
+    @property
+    def peaks_in_flight(self) -> dict[str, int]:
+        return {"device": self.peak_in_flight, **{name: each.peak_in_flight for name, each in self.beside.items()}}
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -56,13 +72,15 @@ class MemoryUse:
         return self.curve.index(self.peak) if self.curve else 0
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("name", "peak", "at", "shared", "copied")
+        names = ("name", "peak", "peak_in_flight", "at", "shared", "copied")
         found = {name: getattr(self, name) for name in names} | {"alive": dict(self.alive), "curve": list(self.curve)}
         return found | {name: each.to_dict() for name, each in self.beside.items()}
 
     def __str__(self) -> str:
         lines = [f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, at {self.ops[self.at]}"]
         lines += [f"  {kind:15}  {readable_bytes(size):>10}" for kind, size in self.alive.items() if size]
+        in_flight = f"with moves in flight, at most {readable_bytes(self.peak_in_flight)}"
+        lines += [in_flight] if self.peak_in_flight > self.peak else []
         lines += [said] if (said := extra_memory.current().note(self.shared)) else []
         lines += [f"of these, {readable_bytes(self.copied)} of copies for a CUDA graph"] if self.copied else []
         lines += ["the largest of them"]
@@ -100,7 +118,8 @@ def with_copies(memory: MemoryUse, traced: Traced) -> MemoryUse:
         if isinstance(node, fx.Node) and index not in replaced
     )
     alive = {**memory.alive, "other inputs": memory.alive["other inputs"] + copied}
-    return replace(memory, curve=tuple(size + copied for size in memory.curve), alive=alive, copied=copied)
+    curve = tuple(size + copied for size in memory.curve)
+    return replace(memory, curve=curve, alive=alive, copied=copied, in_flight=())  # its moves end at once
 
 
 def memory_of(name: str, traced: Traced, absent: Collection[fx.Node] = (), returned: Sequence[str] = ()) -> MemoryUse:
@@ -146,12 +165,14 @@ class StorageTable:
             tuple(map(self.op, range(len(self.nodes)))),
             {kind: kinds[kind] for kind in MEMORY_KINDS},
             tuple((self.sizes[s], f"{self.kind(s)}: {self.title(s)}", self.line(s)) for s in largest),
+            in_flight=self.curve(memory, in_flight=True) if self.waits else (),
         )
 
-    def curve(self, memory: str = "device") -> tuple[int, ...]:
+    def curve(self, memory: str = "device", in_flight: bool = False) -> tuple[int, ...]:
         own = {storage: size for storage, size in self.sizes.items() if self.memories[storage[0]] == memory}
         held = sum(size for storage, size in own.items() if storage not in self.spans)
-        spans = {storage: span for storage, span in self.spans.items() if storage in own}
+        lifetimes = self.spans_in_flight if in_flight else self.spans
+        spans = {storage: span for storage, span in lifetimes.items() if storage in own}
         return tuple(held + alive for alive in self.alive(spans))
 
     def alive(self, spans: Mapping[Storage, tuple[int, int]]) -> list[int]:
@@ -164,8 +185,16 @@ class StorageTable:
     @functools.cached_property
     def spans(self) -> dict[Storage, tuple[int, int]]:
         """Number of the op that allocates each storage, and number of the last op that needs it."""
+        return self._lifetimes(self.last_uses)
+
+    @functools.cached_property
+    def spans_in_flight(self) -> dict[Storage, tuple[int, int]]:
+        """`spans` by `last_uses_in_flight`."""
+        return self._lifetimes(self.last_uses_in_flight)
+
+    def _lifetimes(self, last_uses: Mapping[Storage, int]) -> dict[Storage, tuple[int, int]]:
         born = {storage: index for index, node in enumerate(self.nodes) for storage in self.made_by(node)}
-        return {storage: (index, self.last_uses.get(storage, index)) for storage, index in born.items()}
+        return {storage: (index, last_uses.get(storage, index)) for storage, index in born.items()}
 
     def _own(self, node: fx.Node) -> None:
         values = info(node).results
@@ -208,6 +237,21 @@ class StorageTable:
                 found.update(dict.fromkeys(self.storages[output], len(self.nodes) - 1))
         return found
 
+    @functools.cached_property
+    def waits(self) -> dict[fx.Node, int]:
+        """Position of the op before which a rank waits for each move that runs beside its ops."""
+        moves = [move for move in moves_of(self.traced) if move.is_started]
+        return waits_of(self.traced, self.nodes, moves) if moves else {}
+
+    @functools.cached_property
+    def last_uses_in_flight(self) -> dict[Storage, int]:
+        """`last_uses`, if the worker of a link reads the operand of a move until a rank waits for the move."""
+        found = dict(self.last_uses)
+        for move, at in self.waits.items():
+            for storage in (*self.storages[move], *self.storages[moved_value(move)]):
+                found[storage] = max(found[storage], at - 1)
+        return found
+
     def op(self, at: int) -> str:
         return f"{_short(self.nodes[at])} ({info(self.nodes[at]).source or 'no line'})"
 
@@ -221,15 +265,24 @@ class StorageTable:
     def _saved(self) -> set[Storage]:
         return {storage for value in residuals(self.traced) for storage in self.storages[value]}
 
+    @functools.cached_property
+    def _returned(self) -> set[fx.Node]:
+        return self.traced.returned()
+
     def kind(self, storage: Storage) -> str:
         node = storage[0]
         if node.op == "placeholder":
             return kind_of_input(node)
-        if primitive_name(node) in ("all_gather", "broadcast"):
+        gathers = primitive_name(node) in ("all_gather", "broadcast")
+        if node.target is PACK or (gathers and any(user.target in _UNPACKS for user in node.users)):
+            return "buckets"
+        if gathers or node.target is UNPACK:
             return "gathered"
         users = [user for value in _with_views(node) for user in value.users]
         if any(info(each).role is Role.GRADIENT for each in (node, *users)):
             return "gradients"
+        if is_move(node) and storage not in self._saved and node not in self._returned:
+            return "transfers"
         if not info(node).backward:
             return "residuals" if storage in self._saved else "temporaries"
         leaves = any(not info(user).backward for user in node.users)  # also the output

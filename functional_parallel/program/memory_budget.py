@@ -15,6 +15,8 @@ WAYS_OUT = {
     "gathered": "fp.zero(3, axis, prefetch=0), which gathers fewer layers ahead",
     "gradients": "fp.zero(2, axis), which splits gradients",
     "residuals": "fp.accumulate(n), for smaller microbatches",
+    "buckets": "a smaller bucket=, for smaller buffers of collectives",
+    "transfers": "fp.offload(…, group=…), which moves less state at a time",
     "temporaries": "fp.accumulate(n), for smaller microbatches",
     "messages": "more microbatches in fp.pipeline, which are smaller",
 }

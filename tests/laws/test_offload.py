@@ -16,7 +16,7 @@ import functional_parallel as fp
 from functional_parallel.ir import info
 from functional_parallel.ops import kind_of_memory
 from functional_parallel.pipelines import PipelineProgram
-from functional_parallel.program import memories_of
+from functional_parallel.program import memories_of, memory_moves
 from sharding_specs import Mesh
 
 from ..memories import tracked_memories, zeros_on_device
@@ -58,25 +58,36 @@ def memory_of(node: torch.fx.Node) -> str:
 
 class Tracked(OneRank):
     zeros = staticmethod(zeros_on_device)
+    in_flight = False
+
+    def run(self, program: Any, values: Any) -> Any:
+        if program not in self.functions:
+            self.functions[program] = flat_function(program, self.zeros, self.in_flight)
+        return self.functions[program](values)
 
     def tracking(self, inputs: Any, constants: Any) -> Any:
         return tracked_memories(inputs, constants, memory_of)
 
 
-def measured(program: Any) -> list[dict[str, int]]:
+class TrackedInFlight(Tracked):
+    in_flight = True
+
+
+def measured(program: Any, in_flight: bool = False) -> list[dict[str, int]]:
     """The peak of each memory, on each rank of a pipeline."""
     if isinstance(program, PipelineProgram):
-        return [Tracked(program, rank).peak() for rank in range(program.schedule.ranks)]  # type: ignore[misc]
+        one = TrackedInFlight if in_flight else Tracked
+        return [one(program, rank).peak() for rank in range(program.schedule.ranks)]  # type: ignore[misc]
     inputs = {node: filled(info(node).val) for node in program.traced.inputs}
-    run = flat_function(program, zeros_on_device)
+    run = flat_function(program, zeros_on_device, in_flight)
     with torch.no_grad(), tracked_memories(inputs, list(program.traced.constants.values()), memory_of) as tracker:
         run(list(inputs.values()))
     return [tracker.peaks]
 
 
-def predicted(program: Any) -> list[dict[str, int]]:
-    memory = program.memory()
-    return [each.peaks for each in (memory.ranks if isinstance(program, PipelineProgram) else [memory])]
+def predicted(program: Any, in_flight: bool = False) -> list[dict[str, int]]:
+    memory, name = program.memory(), "peaks_in_flight" if in_flight else "peaks"
+    return [getattr(each, name) for each in (memory.ranks if isinstance(program, PipelineProgram) else [memory])]
 
 
 @st.composite
@@ -116,13 +127,20 @@ def plans(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(plans())
-def test_the_run_has_the_bits_of_the_run_without(drawn: tuple[Any, ...]) -> None:
+@given(plans(), st.sampled_from([0, 512, 4096, 1 << 20]))
+def test_the_run_has_the_bits_of_the_run_without(drawn: tuple[Any, ...], limit: int) -> None:
     plain, moved, mesh, optimizer, options = drawn
     a, b = trained(plain, mesh, optimizer, **options), trained(moved, mesh, optimizer, **options)
     assert is_same(a[0].whole(a[1]), b[0].whole(b[1])) and is_same(a[2], b[2])
     assert a[0].program.counts() == b[0].program.counts()
     assert predicted(b[0].program) == measured(b[0].program)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_moves, "LEAST", 0)
+        patch.setattr(memory_moves, "IN_FLIGHT", limit)
+        found = predicted(b[0].program, in_flight=True)
+        assert found == measured(b[0].program, in_flight=True)
+    for synchronous, asynchronous in zip(predicted(b[0].program), found, strict=True):
+        assert all(asynchronous[memory] >= peak for memory, peak in synchronous.items())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

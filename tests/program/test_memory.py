@@ -15,6 +15,7 @@ import functional_parallel as fp
 from functional_parallel.collectives import COMMUNICATING
 from functional_parallel.ir import info, operands_of
 from functional_parallel.ir.graph import primitive_name
+from functional_parallel.program import ended_before, readers_before_writes
 from functional_parallel.runtime.execution.codegen import Writer
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh, split
@@ -32,10 +33,32 @@ OPTIMIZERS = {
 }
 
 
-def flat_function(program: Any, zeros: Any = torch.zeros) -> Any:
-    """One rank's flat function on its own, collectives standing in as allocations of their results by `zeros`."""
+class HeldMove:
+    """A move that has not ended when it is waited for: it holds its operands until then."""
+
+    def __init__(self, node: torch.fx.Node, *operands: torch.Tensor) -> None:
+        self.operands, self.result = operands, node.target(*operands, node.args[-1], **node.kwargs)
+
+    def wait(self) -> torch.Tensor:
+        return self.result
+
+
+def flat_function(program: Any, zeros: Any = torch.zeros, in_flight: bool = False) -> Any:
+    """One rank's flat function on its own, collectives standing in as allocations of their results by `zeros`.
+
+    With moves in flight, none ends before it is waited for, and they are waited for as on processes.
+    """
+    order, readers = list(program.traced.nodes), readers_before_writes(program.traced)
+    moves = [move for move in program.moves() if in_flight and move.is_started]
+    started = {move.node for move in moves}
+    for node, ended in ended_before(order, moves).items():
+        readers[node] = [*readers.get(node, ()), *ended]
 
     def line(node: torch.fx.Node, writer: Writer) -> str:
+        if node in started:
+            writer.pending.add(node)
+            operands = ", ".join(writer.names[x] for x in operands_of(node))
+            return f"{writer.constant(partial(HeldMove, node))}({operands})"
         if primitive_name(node) is not None:
             aval = info(node).val
             if primitive_name(node) in COMMUNICATING or not operands_of(node):
@@ -46,7 +69,7 @@ def flat_function(program: Any, zeros: Any = torch.zeros) -> Any:
             return f"{writer.names[node.args[0]]}[{node.args[1]}]"
         return writer.call(node, lambda value: writer.names[value])
 
-    return Writer(program.traced, line).function()
+    return Writer(program.traced, line, readers=readers).function()
 
 
 def measured(program: Any) -> int:

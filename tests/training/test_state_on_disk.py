@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.ops import disk_blocks, is_on_disk
-from functional_parallel.runtime.processes import started_moves
+from functional_parallel.program import memory_moves
 from sharding_specs import Mesh, P
 
 from ..passes.networks import batch, loss, parameters
@@ -153,7 +153,7 @@ def test_a_run_goes_on_from_any_memory_in_any(there: str, tmp_path: Path) -> Non
 
 
 def _trained(rank: int, folder: Path, fault: str) -> Any:
-    started_moves.LEAST = 0  # every move is in flight
+    memory_moves.LEAST = 0  # every move is in flight
     train = train_on(Mesh(data=2), [fp.zero(2, "data"), on_disk(folder)])
     state = run(train, train.init(params()), 1)
     if fault == "slow":

@@ -27,8 +27,17 @@ Row = tuple[int, str, str, str]  # a storage: bytes, kind, description, source l
 
 def pipeline_memory(program: PipelineStructure) -> PipelineMemory:
     footprints = {part: _Footprint(part, kinds) for part, kinds in _programs(program)}
-    ranks = tuple(_OneRank(program, rank, footprints).memory() for rank in range(program.schedule.ranks))
-    return PipelineMemory(program.name, program.axis, ranks)
+    ranks = [_OneRank(program, rank, footprints).memory() for rank in range(program.schedule.ranks)]
+    if any(each.ledger.waits for each in footprints.values()):
+        for each in footprints.values():
+            each.put_in_flight()
+        ranks = [_with_moves(use, _OneRank(program, rank, footprints).memory()) for rank, use in enumerate(ranks)]
+    return PipelineMemory(program.name, program.axis, tuple(ranks))
+
+
+def _with_moves(use: MemoryUse, in_flight: MemoryUse) -> MemoryUse:
+    beside = {name: _with_moves(each, in_flight.beside[name]) for name, each in use.beside.items()}
+    return replace(use, in_flight=in_flight.curve, beside=beside)
 
 
 class SimulatedStorage:
@@ -79,6 +88,7 @@ class _Footprint:
     def __init__(self, program: Program, kinds: Sequence[str]) -> None:
         returned = [spec.memory for spec in program.out_specs]
         self.ledger, self.traced = StorageTable(program.name, program.traced, returned=returned), program.traced
+        self.spans, self.last_uses = self.ledger.spans, self.ledger.last_uses
         self.left = [self.ledger.storages[output] for output in self.traced.outputs]  # one per result of the op
         self.inputs = [storage for node in self.traced.inputs for storage in self.ledger.storages[node]]
         self._kinds = {storage: kind for made, kind in zip(self.left, kinds, strict=True) for storage in made}
@@ -86,16 +96,21 @@ class _Footprint:
         constants = [node for node in self.traced.graph.nodes if node.op == "get_attr"]
         self.constants = {(node, 0): self.traced.constants[node.target] for node in constants}
 
+    def put_in_flight(self) -> None:
+        """Count moves from here on until a rank waits for them."""
+        self.spans, self.last_uses = self.ledger.spans_in_flight, self.ledger.last_uses_in_flight
+        self._at.clear()
+
     def _kind(self, storage: Storage) -> str:
         if storage in self._kinds:
             return self._kinds[storage] or self.ledger.kind(storage)
         found = self.ledger.kind(storage)
-        return found if found in ("gathered", "gradients") else "temporaries"
+        return found if found in ("gathered", "gradients", "buckets", "transfers") else "temporaries"
 
     def peak(self, given_up: Mapping[Storage, Row], memory: str) -> tuple[str, list[Row]]:
         """Return the op with the most bytes in a memory, and its values. Inputs `given_up` live to their last use."""
         ledger, key = self.ledger, (memory, frozenset(given_up))
-        spans = {**ledger.spans, **{storage: (0, ledger.last_uses.get(storage, 0)) for storage in given_up}}
+        spans = {**self.spans, **{storage: (0, self.last_uses.get(storage, 0)) for storage in given_up}}
         spans = {storage: span for storage, span in spans.items() if self.memory(storage) == memory}
         if key not in self._at:
             alive = ledger.alive(spans)
@@ -202,7 +217,7 @@ class _OneRank:
         values.clear()
         left = list(dict.fromkeys(storage for result in found.left for storage in result))
         made = {storage: given[storage] for storage in left if storage in given}
-        given_up = _given_up(given, found.ledger.last_uses)
+        given_up = _given_up(given, found.last_uses)
         for memory, tally in self.tallies.items():
             op, rows = found.peak(given_up, memory)
             tally.note(f"{self.step}: {op}" if op else self.step, rows)

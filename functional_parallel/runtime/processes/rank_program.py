@@ -15,6 +15,7 @@ from ...collectives import OWNED, CollectiveCall
 from ...ir import Aval, collective_call, info, operands_of, the_call
 from ...program import (
     Program,
+    ended_before,
     is_only_use_of_own_memory,
     is_started,
     may_stay_in_place,
@@ -25,7 +26,7 @@ from ...program import (
 from ..calls import PendingCollective
 from ..execution import Recorded, Writer, with_regions
 from .process_communicator import ProcessCommunicator
-from .started_moves import LEAST, ended_before, start_of
+from .started_moves import start_of
 
 Readers = Mapping[fx.Node, Sequence[fx.Node]]  # by op that writes into operands, the ops that must have read them
 
@@ -41,8 +42,8 @@ class RankProgram:
             traced, readers = program.traced, readers_before_writes(program.traced)
             order = overlapped(traced, readers)
         self.absent = program.absent(communicator.rank) if traced is program.traced else frozenset()
-        is_started = traced is program.traced and not record and not program.is_captured
-        moves = [move for move in program.moves() if move.bytes >= LEAST and is_started]
+        may_start = traced is program.traced and not record and not program.is_captured
+        moves = [move for move in program.moves() if move.is_started and may_start]
         self.moves = {move.node: move for move in moves}
         before = dict(self.readers(order, readers))
         for node, ended in (*one_scatter_at_a_time(order).items(), *ended_before(order, moves).items()):

@@ -1,26 +1,18 @@
-"""Moves between memories in flight: one worker per link copies while the rank computes.
-
-A link is a pair of memories, in one direction. Its moves run one after another. A move is waited for when its result is
-needed, or when its link would have too many bytes in flight: the values that it copies stay alive until then.
-"""
+"""Moves between memories in flight: one worker per link copies while the rank computes."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ...ops import TO_MEMORY, copy_into, room_for
 from ...program import MemoryMove
-
-IN_FLIGHT = 64 << 20  # bytes of the moves of a link that run at the same time, or one move
-LEAST = 16 << 10  # bytes of a move that is worth the worker
 
 Link = tuple[str, str]
 _WORKERS: dict[tuple[int, Link], ThreadPoolExecutor] = {}  # by process: a child that was forked has no threads
@@ -44,19 +36,6 @@ def start_of(move: MemoryMove) -> Callable[..., PendingMove]:
         memory, device = node.args[1], node.kwargs["device"]
         return lambda x: _started(link, room_for(x, memory, device=device), x)
     return partial(_started, link)
-
-
-def ended_before(order: Sequence[fx.Node], moves: Collection[MemoryMove]) -> dict[fx.Node, list[fx.Node]]:
-    """Map each move to earlier ones of its link that it waits for, to keep the bytes in flight."""
-    known, found = {move.node: move for move in moves}, dict[fx.Node, list[fx.Node]]()
-    flying: dict[Link, deque[MemoryMove]] = defaultdict(deque)
-    for node in order:
-        if node in known:
-            queue = flying[known[node].source, known[node].target]
-            while queue and sum(each.bytes for each in queue) + known[node].bytes > IN_FLIGHT:
-                found.setdefault(node, []).append(queue.popleft().node)
-            queue.append(known[node])
-    return found
 
 
 def _started(link: Link, target: Tensor, x: Tensor) -> PendingMove:
