@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -39,6 +41,8 @@ ADAM, LAMB = {TYPE: "Adam", f"{PARAMS}weight_decay": 0.5}, {TYPE: "Lamb"}
 MOMENTUM = {f"{PARAMS}momentum": 0.9}
 WHOLE = {STAGE: 3, "zero_optimization.stage3_param_persistence_threshold": 0}
 OFFLOADED = {STAGE: 3, "zero_optimization.offload_optimizer.device": "cpu"}
+NVME, SECOND = "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.zero_hpz_partition_size"
+ON_DISK = {**WHOLE, TYPE: "AdamW", "zero_optimization.offload_optimizer.device": "nvme", NVME: tempfile.gettempdir()}
 COSINE = WARMUP | {SCHEDULER: "WarmupCosineLR", f"{OF_SCHEDULER}total_num_steps": 8}
 DECAYING = CYCLE | {f"{OF_SCHEDULER}decay_lr_rate": 0.5, f"{OF_SCHEDULER}decay_step_size": 2}
 TEST = {SCHEDULER: "LRRangeTest", f"{OF_SCHEDULER}lr_range_test_step_size": 4}
@@ -69,15 +73,22 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     STAGE: ({}, 1),
     "zero_optimization.zero_quantized_weights": (WHOLE, True),
     "zero_optimization.zero_quantized_gradients": (WHOLE, True),
+    SECOND: (WHOLE, 2),
     "zero_optimization.reduce_bucket_size": ({}, 10),
     "zero_optimization.stage3_prefetch_bucket_size": (WHOLE, 0),
     "zero_optimization.stage3_param_persistence_threshold": ({STAGE: 3}, 10),
     SPLIT: ({}, True),
     "zero_optimization.offload_optimizer.device": ({STAGE: 2}, "cpu"),
+    "zero_optimization.offload_optimizer.nvme_path": (ON_DISK | {NVME: None}, tempfile.gettempdir()),
+    "zero_optimization.sub_group_size": (ON_DISK, 1),
     "zero_optimization.offload_optimizer.ratio": (OFFLOADED, 0.5),
     "zero_optimization.cpu_offload": ({STAGE: 1}, True),
     TO_HOST: ({}, True),
     "zero_optimization.offload_param.device": (WHOLE, "cpu"),
+    "zero_optimization.offload_param.nvme_path": (
+        WHOLE | {"zero_optimization.offload_param.device": "nvme"},
+        tempfile.gettempdir(),
+    ),
     "zero_optimization.cpu_offload_param": (WHOLE, True),
     TYPE: ({}, "Lion"),
     f"{PARAMS}lr": ({}, 0.2),
@@ -120,7 +131,8 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
 def observed(text: str, mesh: Mesh) -> tuple[Any, ...]:
     """Return what a configuration leads to: program, parameters, rates and loss scales; or its error."""
     try:
-        config = fp.deepspeed.from_config(nested(json.loads(text)), mesh=mesh)
+        data = "data" if "data" in mesh.axis_names else ("node", "local")
+        config = fp.deepspeed.from_config(nested(json.loads(text)), mesh=mesh, data=data)
     except ValueError as error:
         return (str(error),)
     params, _, train = trained(config, mesh=mesh)
@@ -153,7 +165,7 @@ def test_an_honoured_key_has_an_effect(path: str) -> None:
     beside, value = EFFECTS[path]
     without = BASE | beside
     changed = without | (value if isinstance(value, dict) else {path: value})
-    mesh = Mesh(data=2, tensor=2) if path == SPLIT else MESH
+    mesh = {SPLIT: Mesh(data=2, tensor=2), SECOND: Mesh(node=2, local=2)}.get(path, MESH)
     assert len(observed(json.dumps(changed), mesh)) > 1, "the value is refused"
     assert observed(json.dumps(changed), mesh) != observed(json.dumps(without), mesh)
 
@@ -216,3 +228,46 @@ def test_offloaded_parameters_have_the_bits_of_the_others() -> None:
     )
     torch.testing.assert_close((params, losses), (others, as_before), rtol=0, atol=0)
     assert train.program.memory().alive["parameters"] == 0, "those of the device"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_nvme_is_a_disk(apart: bool, tmp_path: Path) -> None:
+    """The bits of the file without it; a folder for each, or one."""
+    names = ("optimizer", "param")
+    folders = [tmp_path / (name if apart else "both") for name in names]
+    file, path = BASE | BF16 | WHOLE | {TYPE: "AdamW"}, "zero_optimization.offload_{}."
+    moved = file | {f"{path}device".format(name): "nvme" for name in names}
+    moved |= {f"{path}nvme_path".format(name): str(folder) for name, folder in zip(names, folders, strict=True)}
+    with pytest.raises(fp.DiskError, match=r"no block can be made in this folder"):
+        fp.deepspeed.from_config(nested(moved), mesh=MESH)
+    for folder in {*folders}:
+        folder.mkdir()
+    config = fp.deepspeed.from_config(nested(moved), mesh=MESH)
+    state, parameters = {"state": "disk", "path": str(folders[0])}, {"parameters": "disk", "path": str(folders[1])}
+    found = [each for each in config.plan.transforms if isinstance(each, fp.offload)]
+    assert found == ([fp.offload(**state), fp.offload(**parameters)] if apart else [fp.offload(**state | parameters)])
+    params, losses, train = trained(config)
+    others, as_before, _ = trained(fp.deepspeed.from_config(nested(file), mesh=MESH))
+    torch.testing.assert_close((params, losses), (others, as_before), rtol=0, atol=0)
+    assert train.program.memory().peaks["disk"] == 14 * sum(x.numel() for x in optree.tree_leaves(params)) // 2
+
+
+def test_a_group_on_disk_has_the_elements_of_the_file() -> None:
+    plan = fp.deepspeed.from_config(nested(BASE | ON_DISK | {"zero_optimization.sub_group_size": 100}), mesh=MESH).plan
+    assert plan.transforms[-1] == fp.offload(state="disk", path=tempfile.gettempdir(), group=1200)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_second_partition_is_gathered_within_hosts_alone(quantised: bool) -> None:
+    """ZeRO++: parameters cross the slow axis once."""
+    block = {f"zero_optimization.zero_quantized_{what}": quantised for what in ("weights", "gradients")}
+    mesh, file = Mesh(node=2, local=2), nested(BASE | WHOLE | {SECOND: 2} | block)
+    config = fp.deepspeed.from_config(file, mesh=mesh, data=("node", "local"))
+    inner = [fp.zero(3, "local", whole_below=1), fp.zero(3, "node", whole_below=1, keep_gathered=True)]
+    assert list(config.plan.transforms) == [*inner, *[fp.compress(("node", "local"))] * quantised]
+    assert config.train_batch_size == 2 * 4
+    _, _, train = trained(config, mesh=mesh)
+    gathers = [one for one in train.program.collectives() if one.kind == "all_gather" and "w" in str(one.parameters)]
+    found = {(one.axes, one.phase) for one in gathers}
+    assert found == {(("node",), "forward"), (("local",), "forward"), (("local",), "backward")}
+    assert {one.operand.dtype for one in gathers} == {torch.uint8 if quantised else torch.float32}

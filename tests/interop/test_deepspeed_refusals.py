@@ -10,6 +10,7 @@ import pytest
 
 import functional_parallel as fp
 from functional_parallel.interop.deepspeed.schema import KEYS
+from sharding_specs import Mesh
 
 from ..deepspeed_page import PAGE, with_table
 from .configs import (
@@ -65,6 +66,7 @@ def test_a_refused_key_is_refused_by_name_and_accepted_where_it_is_off(path: str
 
 
 OFFLOAD = "zero_optimization.offload_optimizer."
+SECOND = "zero_optimization.zero_hpz_partition_size"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipp1ng": 1.0}, r"gradient_clipp1ng: unknown key; the nearest is gradient_clipping"),
     ({"zero_optimization.stge": 2}, r"zero_optimization\.stge: unknown key; the nearest is zero_optimization\.stage"),
@@ -85,8 +87,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({STAGE: 2, "prescale_gradients": True}, r"reduce_scatter: at stage 2 it forbids prescale_gradients"),
     ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: 'sum' is refused: a loss is the mean over the batch"),
     ({"zero_optimization.offload_param": {"device": "disk"}}, r"device: it is 'none' or 'cpu' or 'nvme', not 'disk'"),
-    ({f"{OFFLOAD}device": "nvme", STAGE: 2}, r"offload_optimizer\.device: 'nvme' is refused: state on disk"),
-    ({"zero_optimization.offload_param.device": "nvme", STAGE: 3}, r"device: 'nvme' is refused: parameters on disk"),
+    ({f"{OFFLOAD}device": "nvme", STAGE: 2}, r"offload_optimizer\.device: .* from stage 3 on, and stage is 2"),
+    ({f"{OFFLOAD}device": "nvme", STAGE: 3}, r"offload_optimizer\.nvme_path: the device 'nvme' needs a folder"),
+    ({"zero_optimization.offload_param.device": "nvme", STAGE: 3}, r"offload_param\.nvme_path: the device 'nvme'"),
     ({"zero_optimization.offload_param.device": "cpu", STAGE: 2}, r"offloads it from stage 3 on, and stage is 2"),
     ({f"{OFFLOAD}device": "cpu"}, r"device: DeepSpeed offloads it from stage 1 on, and stage is 0"),
     ({"zero_optimization.cpu_offload": True, f"{OFFLOAD}device": "cpu", STAGE: 1}, r"cpu_offload: it is the old name"),
@@ -95,7 +98,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"ratio: Partial offloading only supported for ZeRO Stage 3\.",
     ),
     ({f"{OFFLOAD}device": "cpu", f"{OFFLOAD}ratio": 1.5, STAGE: 3}, r"ratio: it is a share, from 0 to 1, not 1\.5"),
-    ({"zero_optimization.zero_hpz_partition_size": 8}, r"zero_hpz_partition_size: 8 is refused: chain zero"),
+    ({f"{SECOND}": 8}, r"zero_hpz_partition_size: it needs stage 3, and stage is 0"),
+    ({f"{SECOND}": 8, STAGE: 3}, r"size: name a slow and a fast axis, data=\('node', 'local'\), .* local=8"),
     (
         {STAGE: 2, "zero_optimization.zero_quantized_weights": True},
         r"zero_quantized_weights: it needs stage 3, .* is 2",
@@ -127,11 +131,18 @@ def test_a_wrong_file_is_refused_by_key_and_reason(values: dict[str, Any], reaso
         fp.deepspeed.from_config(nested(BASE | values), mesh=MESH)
 
 
+def test_the_size_of_a_second_partition_is_that_of_the_fast_axis() -> None:
+    with pytest.raises(ValueError, match=r"number of ranks of the fast axis 'local', 4, not 2"):
+        fp.deepspeed.from_config(
+            nested(BASE | {SECOND: 2, STAGE: 3}), mesh=Mesh(node=2, local=4), data=("node", "local")
+        )
+
+
 def test_all_problems_are_reported_at_once() -> None:
     offload = {"device": "cpu", "pin_memory": True}
     wrong = {
         "stage": 4,
-        "zero_hpz_partition_size": 2,
+        "zeropp_loco_param": {"reset_T": 1024},
         "offload_param": offload,
         "stage3_gather_fp16_weights_on_model_save": True,
     }
@@ -139,7 +150,7 @@ def test_all_problems_are_reported_at_once() -> None:
         fp.deepspeed.from_config({"zero_optimization": wrong, "trian_batch_size": 8}, mesh=2)
     assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
         "trian_batch_size",
-        "zero_optimization.zero_hpz_partition_size",
+        "zero_optimization.zeropp_loco_param",
         "zero_optimization.stage",
     ]
 

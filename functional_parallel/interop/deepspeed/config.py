@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -32,7 +33,10 @@ _ZERO = "zero_optimization"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _QUANTISED = (("zero_quantized_weights", "gather", "int8"), ("zero_quantized_gradients", "reduce", "int4"))
 _OFFLOADED = (("offload_optimizer", "cpu_offload", "state"), ("offload_param", "cpu_offload_param", "parameters"))
-_RATIO = f"{_ZERO}.offload_optimizer.ratio"
+_RATIO, _GROUP = f"{_ZERO}.offload_optimizer.ratio", f"{_ZERO}.sub_group_size"
+_SECOND = f"{_ZERO}.zero_hpz_partition_size"
+_MEMORIES = {"none": "device", "cpu": "host", "nvme": "disk"}
+_STATE_BYTES = 12  # of an element: a master and two moments
 _NO_MATRICES = ("*bias*", "*norm*", "*ln*", "*embed*", "*lm_head*")
 
 
@@ -81,7 +85,7 @@ def from_config(
     config: str | os.PathLike[str] | Mapping[str, Any],
     *,
     mesh: Mesh | int,
-    data: str = "data",
+    data: str | Sequence[str] = "data",
     tensor: str = "tensor",
     optimizer: Optimizer | None = None,
     arguments: Any = None,
@@ -104,7 +108,8 @@ def from_config(
     Args:
         config: path of the file, which may have comments (`//`, `#`) and trailing commas, or its content as a dict.
         mesh: the mesh, or the number of data ranks.
-        data: the data axis.
+        data: the data axis, or the slow and the fast one, `("node", "local")`, for `zero_hpz_partition_size`, the ranks
+            of the fast one.
         tensor: the axis of model parallelism, over which `partition_activations` splits.
         optimizer: optimizer to use if the file has none.
         arguments: `transformers.TrainingArguments`, or an object with some of its attributes, to fill "auto".
@@ -120,16 +125,18 @@ def from_config(
     Raises:
         TypeError: for an unknown keyword argument.
         ValueError: if the file is not accepted. The message lists all problems by key.
+        DiskError: if `nvme_path` is no folder of this machine.
     """
-    problems = Problems()
+    problems, axes = Problems(), (data,) if isinstance(data, str) else tuple(data)
     raw = flat(read(config), problems)
     given = converted(filled(raw, arguments, named, problems), problems)
     values = defaults(deepspeed_version) | given
     _check_rules(values, given, optimizer, problems)
+    _check_secondary(values, mesh, axes, problems)
     problems.raise_if_any()
     with problems.at("batch sizes"):
         train, micro, accumulation = (values[name] for name in _BATCH)
-        ranks = mesh if isinstance(mesh, int) else mesh.axis_size(data)
+        ranks = mesh if isinstance(mesh, int) else math.prod(map(mesh.axis_size, axes))
         train, micro, accumulation = batch_sizes(train, micro, accumulation, ranks)
     with problems.at("fp16"):
         precision, scale = _precision(values, given)
@@ -139,7 +146,7 @@ def from_config(
     problems.raise_if_any()
     clip, is_split = values["gradient_clipping"] or None, isinstance(mesh, Mesh) and tensor in mesh.axis_names
     return Config(
-        plan=_plan(values, data, tensor if is_split else None, precision, scale, accumulation),
+        plan=_plan(values, axes, tensor if is_split else None, precision, scale, accumulation),
         optimizer=optimizer,
         options={"clip": clip} | _bucket(values, given, precision),
         schedule=optimizer.lr if optimizer is not None else None,
@@ -203,14 +210,28 @@ def _check_rules(
     _check_offload(values, given, problems)
 
 
+def _check_secondary(values: Mapping[str, Any], mesh: Mesh | int, axes: Sequence[str], problems: Problems) -> None:
+    size, stage = values[_SECOND], values[f"{_ZERO}.stage"]
+    if size == 1:
+        return
+    if stage != 3:
+        problems.add(_SECOND, f"it needs stage 3, and stage is {stage}")
+    elif len(axes) < 2:
+        problems.add(_SECOND, f"name a slow and a fast axis, data=('node', 'local'), of a mesh with local={size}")
+    elif isinstance(mesh, Mesh) and mesh.axis_size(axes[-1]) != size:
+        found = mesh.axis_size(axes[-1])
+        problems.add(_SECOND, f"it is the number of ranks of the fast axis {axes[-1]!r}, {found}, not {size}")
+
+
 def _check_offload(values: Mapping[str, Any], given: Mapping[str, Any], problems: Problems) -> None:
     stage, ratio = values[f"{_ZERO}.stage"], values[_RATIO]
     for name, old, what in _OFFLOADED:
-        path, least = f"{_ZERO}.{name}.", 1 if what == "state" else 3
-        if values[f"{path}device"] == "nvme":
-            problems.add(f"{path}device", f"'nvme' is refused: {what} on disk is fp.offload({what}='disk', path=…)")
-        if _offloaded(values)[what] == "host" and stage < least:
+        path, memory = f"{_ZERO}.{name}.", _offloaded(values)[what]
+        least = 1 if what == "state" and memory == "host" else 3
+        if memory != "device" and stage < least:
             problems.add(f"{path}device", f"DeepSpeed offloads it from stage {least} on, and stage is {stage}")
+        if memory == "disk" and not values[f"{path}nvme_path"]:
+            problems.add(f"{path}nvme_path", "the device 'nvme' needs a folder on the disk")
         if values[f"{_ZERO}.{old}"] and any(each.startswith(path) for each in given):
             problems.add(f"{_ZERO}.{old}", f"it is the old name of {name}, which the file has too")
     if ratio > 1:
@@ -222,10 +243,23 @@ def _check_offload(values: Mapping[str, Any], given: Mapping[str, Any], problems
 def _offloaded(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the memories of state and parameters."""
     found = {
-        what: "host" if values[f"{_ZERO}.{old}"] or values[f"{_ZERO}.{name}.device"] == "cpu" else "device"
+        what: "host" if values[f"{_ZERO}.{old}"] else _MEMORIES[values[f"{_ZERO}.{name}.device"]]
         for name, old, what in _OFFLOADED
     }
     return found if values[_RATIO] > 0 else found | {"state": "device"}
+
+
+def _offloads(values: Mapping[str, Any]) -> Iterator[Transform]:
+    """Yield one transform, or one for each folder on a disk."""
+    memories, group = _offloaded(values), values[_GROUP]
+    folders = {what: values[f"{_ZERO}.{name}.nvme_path"] for name, _, what in _OFFLOADED if memories[what] == "disk"}
+    apart = len({*folders.values()}) > 1
+    for each in [{what: memory} for what, memory in memories.items()] if apart else [memories]:
+        path = next((folders[what] for what in each if what in folders), None)
+        is_bounded = each.get("state") == "disk" and group != KEYS[_GROUP].default
+        options = {"group": _STATE_BYTES * group} if is_bounded else {}
+        if {*each.values()} != {"device"}:
+            yield offload(**each, fraction=float(values[_RATIO]) or 1.0, path=path, **options)
 
 
 def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str | None, LossScale | float | None]:
@@ -251,7 +285,7 @@ def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str
 
 def _plan(
     values: Mapping[str, Any],
-    data: str,
+    axes: Sequence[str],
     tensor: str | None,
     precision: str | None,
     scale: LossScale | float | None,
@@ -269,14 +303,17 @@ def _plan(
     if stage == 3:
         threshold = values[f"{_ZERO}.stage3_param_persistence_threshold"]
         prefetch = 1 if values[f"{_ZERO}.stage3_prefetch_bucket_size"] else 0
-        parts.append(zero(3, data, whole_below=threshold + 1, prefetch=prefetch))
+        kept = {axes[0]} if values[_SECOND] > 1 else set()  # gathered over the slow axis once
+        parts += [
+            zero(3, axis, whole_below=threshold + 1, prefetch=prefetch, keep_gathered=axis in kept)
+            for axis in reversed(axes)
+        ]
         formats: dict[str, Any] = {role: form if values[f"{_ZERO}.{key}"] else None for key, role, form in _QUANTISED}
         if any(formats.values()):
-            parts.append(compress(data, **formats))
+            parts.append(compress(axes[0] if len(axes) == 1 else axes, **formats))
     else:
-        parts.append(zero(stage, data) if stage else data_parallel(data))
-    if "host" in (memories := _offloaded(values)).values():
-        parts.append(offload(**memories, fraction=float(values[_RATIO]) or 1.0))
+        parts += [zero(stage, axis) if stage else data_parallel(axis) for axis in reversed(axes)]
+    parts += _offloads(values)
     if to_host and not is_split:
         parts.append(offload(activations="host", at_least=1))
     if microbatches > 1:

@@ -35,17 +35,15 @@ _GATHERS = "the program decides when a layer is gathered and freed"
 _SUMS = "gradients are always laid out, reduced and overlapped by the program"
 _FILES = "it configures DeepSpeed's checkpoints; train.params(state) returns full parameters"
 _LOGS = "it configures DeepSpeed's logs; a step returns its metrics"
-_OFF = "it configures DeepSpeed's buffers and NVMe; the host's memory is pinned on CUDA, and a bucket moves at once"
+_OFF = "it configures DeepSpeed's buffers and reads; the host's memory is pinned on CUDA, and a bucket moves at once"
 _DEVICES = ("none", "cpu", "nvme")
 _PLUS = "LoCo and MiCS are not supported"
-_SECOND = "chain zero(3, 'local') and zero(3, 'node', keep_gathered=True), for a mesh with both axes"
 _PIPELINE = "fp.pipeline cuts the model into stages"
 _SPECS = "chain fp.tensor_parallel(axis, specs) with config.plan"
 _SAVED = "it configures deepspeed.checkpointing; fp.remat in the plan recomputes"
 _INFERENCE = "it configures inference"
 _TRAINS = "it changes what is trained, and is not supported"
 _MOMENTUM = "momentum has no schedule; write cycle_momentum false"
-_OFFLOADING: dict[str, Any] = {"nvme_path": _TEXT, "pin_memory": True}
 
 _ROWS = [
     Key("train_batch_size", "count", None, "samples of a step: micro-batch · accumulation · data ranks"),
@@ -69,6 +67,12 @@ _ROWS = [
     Key(f"{_ZERO}.stage", "int", 0, "`data_parallel` for 0, `zero(stage)` for 1, 2 and 3"),
     Key(f"{_ZERO}.zero_quantized_weights", "bool", False, "`compress(gather='int8')`, at stage 3"),
     Key(f"{_ZERO}.zero_quantized_gradients", "bool", False, "`compress(reduce='int4')`, at stage 3"),
+    Key(
+        f"{_ZERO}.zero_hpz_partition_size",
+        "count",
+        1,
+        "`zero(3, fast)` and `zero(3, slow, keep_gathered=True)`, with `from_config(data=(slow, fast))`",
+    ),
     Key(f"{_ZERO}.reduce_bucket_size", "int", 500_000_000, "`train_step(bucket=…)` in bytes; by default 'auto'"),
     Key(f"{_ZERO}.stage3_prefetch_bucket_size", "int", 5 * 10**7, "`zero(3, prefetch=…)`: 1 layer, 0 if it is 0"),
     Key(f"{_ZERO}.stage3_param_persistence_threshold", "int", 100_000, "`zero(3, whole_below=…)`"),
@@ -78,7 +82,9 @@ _ROWS = [
         False,
         "`partition_activations(tensor)`, if the mesh has the axis",
     ),
-    Key(f"{_ZERO}.offload_optimizer.device", _DEVICES, "none", "`offload(state='host')` for cpu; nvme is refused"),
+    Key(f"{_ZERO}.offload_optimizer.device", _DEVICES, "none", "`offload(state=…)`: 'host' for cpu, 'disk' for nvme"),
+    Key(f"{_ZERO}.offload_optimizer.nvme_path", "text", None, "`offload(path=…)`, for nvme"),
+    Key(f"{_ZERO}.sub_group_size", "count", 10**9, "`offload(group=…)` for nvme, 12 bytes each, unless it is this"),
     Key(f"{_ZERO}.offload_optimizer.ratio", "number", 1.0, "`offload(fraction=…)`, at stage 3"),
     Key(f"{_ZERO}.cpu_offload", "bool", False, "old name of offload_optimizer with the device cpu"),
     Key(
@@ -87,7 +93,8 @@ _ROWS = [
         False,
         "`partition_activations(tensor, memory='host')`, or `offload(activations='host')` if nothing is split",
     ),
-    Key(f"{_ZERO}.offload_param.device", _DEVICES, "none", "`offload(parameters='host')` for cpu, at stage 3"),
+    Key(f"{_ZERO}.offload_param.device", _DEVICES, "none", "`offload(parameters=…)`: 'host' or 'disk', at stage 3"),
+    Key(f"{_ZERO}.offload_param.nvme_path", "text", None, "`offload(path=…)`, for nvme"),
     Key(f"{_ZERO}.cpu_offload_param", "bool", False, "old name of offload_param with the device cpu"),
     Key("optimizer.type", "text", None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD"),
     Key("optimizer.params.lr", "number", None, "learning rate, unless a scheduler replaces it"),
@@ -146,7 +153,6 @@ _ROWS = [
     *_not_applicable(_ZERO, _GATHERS, stage3_model_persistence_threshold=2**63 - 1, leaf_module=_BLOCK),
     *_not_applicable(_ZERO, _GATHERS, stage3_module_granularity_threshold=0, stage3_allgather_sequential=False),
     *_not_applicable(_ZERO, _GATHERS, stage3_use_all_reduce_for_fetch_params=False, memory_efficient_linear=True),
-    *_not_applicable(_ZERO, "an update is per parameter or bucket", sub_group_size=10**9),
     *_not_applicable(_ZERO, "an unused parameter is named in a warning", ignore_unused_parameters=True),
     *_not_applicable(_ZERO, _FILES, load_from_fp32_weights=True, elastic_checkpoint=False),
     *_not_applicable(_ZERO, _FILES, pipeline_loading_checkpoint=False, stage3_gather_16bit_weights_on_model_save=False),
@@ -154,10 +160,10 @@ _ROWS = [
     *_not_applicable(_ZERO, "modules are not patched", override_module_apply=True),
     *_not_applicable(_ZERO, _OFF, cpu_offload_use_pin_memory=("bool", None)),
     *_not_applicable(f"{_ZERO}.offload_param", _OFF, buffer_count=5, buffer_size=10**8, max_in_cpu=10**9),
-    *_not_applicable(f"{_ZERO}.offload_param", _OFF, **_OFFLOADING),
+    *_not_applicable(f"{_ZERO}.offload_param", _OFF, pin_memory=True),
     *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, buffer_count=4, pipeline_read=False, pipeline_write=False),
     *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, fast_init=False, super_offload=False),
-    *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, cpuadam_cores_perc=0.8, **_OFFLOADING),
+    *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, cpuadam_cores_perc=0.8, pin_memory=True),
     *_not_applicable("activation_checkpointing", _SAVED, number_checkpoints=_COUNT, profile=False),
     *_not_applicable("activation_checkpointing", _SAVED, contiguous_memory_optimization=False),
     *_not_applicable("activation_checkpointing", _SAVED, synchronize_checkpoint_boundary=False),
@@ -184,7 +190,6 @@ _ROWS = [
     *_refused("fp16", "masters in float16 are not supported", fp16_master_weights_and_grads=False),
     *_refused("torch_autocast", "a loss has one compute dtype", lower_precision_safe_modules=("list", None)),
     *_refused(_ZERO, "ZenFlow is not supported", zenflow=_BLOCK),
-    *_refused(_ZERO, _SECOND, zero_hpz_partition_size=1),
     *_refused(_ZERO, _PLUS, zero_quantized_nontrainable_weights=False, zeropp_loco_param=_BLOCK),
     *_refused(_ZERO, _PLUS, mics_shard_size=("integer", -1), mics_hierarchical_params_gather=False),
     *_refused("tensor_parallel", _SPECS, autotp_size=0),
