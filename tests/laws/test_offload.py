@@ -102,7 +102,8 @@ def plans(draw: st.DrawFn) -> tuple[Any, ...]:
     types = [None, "bf16"] if last == "pipeline" and optimizer == "adafactor" else [None, "bf16", "fp16"]
     precision = draw(st.sampled_from(types))
     reduce = draw(st.sampled_from(["fp32", precision])) if precision else "fp32"
-    before = [fp.mixed_precision(precision, reduce=reduce)] if precision else []
+    scale = {"loss_scale": fp.LossScale(draw(st.sampled_from([2.0**8, 2.0**16])))} if precision == "fp16" else {}
+    before = [fp.mixed_precision(precision, reduce=reduce, **scale)] if precision else []  # 2**16 overflows
     before += [fp.remat()] if draw(st.booleans()) else []
     before += [fp.tensor_parallel("tensor", SPLIT)] if tensor else []
     before += [fp.zero(stage, "data", layout="flat" if flat else "dims")]

@@ -69,12 +69,13 @@ def bytes_on_disk(state: Any) -> int:
     return sum(shard.nbytes for shard in found if is_on_disk(shard))
 
 
+SCALE = fp.LossScale(2.0**9)
 PLANS = {
     "data": (Mesh(data=2), [fp.data_parallel("data")], []),
     "zero 1": (Mesh(data=2), [fp.zero(1, "data")], []),
     "zero 2, flat": (Mesh(data=2), [fp.zero(2, "data", layout="flat")], []),
     "zero 3, masters": (Mesh(data=2), [fp.mixed_precision("bf16"), fp.zero(3, "data")], [fp.accumulate(2)]),
-    "zero 2, fp16": (Mesh(data=2), [fp.mixed_precision("fp16"), fp.zero(2, "data")], []),
+    "zero 2, fp16": (Mesh(data=2), [fp.mixed_precision("fp16", loss_scale=SCALE), fp.zero(2, "data")], []),
     "pipeline": (Mesh(pipe=2, data=2), [fp.zero(2, "data")], [fp.pipeline("pipe", microbatches=2)]),
 }
 
