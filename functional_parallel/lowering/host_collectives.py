@@ -27,5 +27,6 @@ def run_on_device(traced: Traced) -> None:
         with traced.graph.inserting_after(node):
             back = traced.call(TO_MEMORY, (node, "host"), info(node), {"device": host})
         traced.redirect(node, back)
+        memories[back] = "host"  # and may be the operand of the next collective
         change_call(node, operand=moved)
         update_info(node, val=replace(info(node).aval, device=there))

@@ -33,6 +33,7 @@ OPTIMIZERS = {
     "adafactor": fp.optim.adafactor(1e-2),
     "by path": fp.optim.by_path({"head": fp.optim.sgd(0.1), "layers/*": fp.optim.lion(1e-3)}),
     "ema": fp.optim.ema(fp.optim.adamw(1e-2), 0.5),
+    "muon": fp.optim.by_path({"head": fp.optim.sgd(0.1), "layers/*": fp.optim.muon(1e-3)}),
 }
 ANY_LAYOUT = ("adamw", "momentum", "scheduled", "by path", "ema")
 
@@ -142,6 +143,16 @@ def test_the_run_has_the_bits_of_the_run_without(drawn: tuple[Any, ...], limit: 
         assert found == measured(b[0].program, in_flight=True)
     for synchronous, asynchronous in zip(predicted(b[0].program), found, strict=True):
         assert all(asynchronous[memory] >= peak for memory, peak in synchronous.items())
+
+
+def test_an_optimizer_whose_collectives_follow_each_other() -> None:
+    """Muon brings each matrix to one rank: over one axis, and then over the other."""
+    before = [fp.tensor_parallel("tensor", SPLIT), fp.zero(1, "data")]
+    plain, moved = (
+        trained(fp.chain(*before, *more), Mesh(data=2, tensor=2), "muon") for more in ([], [fp.offload(state="host")])
+    )
+    assert is_same(plain[0].whole(plain[1]), moved[0].whole(moved[1]))
+    assert plain[0].program.counts() == moved[0].program.counts()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
