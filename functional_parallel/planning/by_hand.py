@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from sharding_specs import SpecError
-from sharding_specs.rules import matches_within, nearest
+from sharding_specs.rules import matches_within, nearest, prefixes
 
-from .model_blocks import Block, ModelLeaf, prefixes
+from .model_blocks import Block, ModelLeaf
 
 MemoryName: TypeAlias = str | int  # "device", "host" or "disk", or the number of a device
 OFFLOADED = ("host", "disk")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sharding_specs import tree_paths
-from sharding_specs.rules import matches, nearest
+from sharding_specs.rules import matches, nearest, prefixes
 
 _PART = re.compile(r"[^/.]+")
 
@@ -135,12 +135,3 @@ def _wholes(
 def _is_first_number(path: str) -> bool:
     *before, last = _PART.findall(path)
     return last.isdigit() and not any(part.isdigit() for part in before)
-
-
-def prefixes(paths: Iterable[str]) -> list[str]:
-    """Return all paths and the paths of the blocks around them.
-
-    >>> prefixes(["layers.0.w", "layers.0.b"])
-    ['layers', 'layers.0', 'layers.0.w', 'layers.0.b']
-    """
-    return list(dict.fromkeys(path[: part.end()] for path in paths for part in _PART.finditer(path)))

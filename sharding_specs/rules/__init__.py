@@ -1,7 +1,16 @@
 """Rules that assign specs by path, and ready rules of well-known models."""
 
 from .for_model import for_model
-from .matching import RuleMatch, apply_rules, match_rules, matches, matches_within, nearest, optional
+from .matching import (
+    RuleMatch,
+    apply_rules,
+    match_rules,
+    matches,
+    matches_within,
+    nearest,
+    optional,
+    prefixes,
+)
 from .ready import bert, gpt2, llama, vit
 
 __all__ = [
@@ -16,5 +25,6 @@ __all__ = [
     "matches_within",
     "nearest",
     "optional",
+    "prefixes",
     "vit",
 ]

@@ -123,7 +123,16 @@ def matches_within(pattern: str, path: str) -> bool:
     if found is not None:
         numbers = range(int(found[1]), int(found[2]) + 1)
         return any(matches_within(f"{pattern[: found.start()]}{n}{pattern[found.end() :]}", path) for n in numbers)
-    return any(matches(pattern, path[: part.end()]) for part in _PART.finditer(path))
+    return any(matches(pattern, around) for around in prefixes([path]))
+
+
+def prefixes(paths: Iterable[str]) -> list[str]:
+    """Return all paths and the paths of the nodes around them.
+
+    >>> prefixes(["layers.0.w", "layers.0.b"])
+    ['layers', 'layers.0', 'layers.0.w', 'layers.0.b']
+    """
+    return list(dict.fromkeys(path[: part.end()] for path in paths for part in _PART.finditer(path)))
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
