@@ -14,7 +14,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, operands_of, primitive_name, reached, topological_order
+from ..ir import Traced, info, operands_of, primitive_name, reached, topological_order, update_info
 from ..ops import TO_MEMORY, is_move, is_number, moved_value
 from .gathers import only_rearranges
 from .program_pass import Phase, ProgramPass, Scope
@@ -45,6 +45,8 @@ class UpdateGroups(ProgramPass):
         fetches = set(stores.values())
         late = set(reached(fetches, lambda node: [user for user in node.users if user in position]))
         late.update(_waiting_inputs(nodes, late))
+        for node in late:
+            update_info(node, phase="update")
         ops = {store: _late_ops(store, late) for store in stores}
         cones = [_Cone(unit, ops, late, position) for unit in _units(stores, ops)]
         order = _Order(nodes, late, cones).with_groups(list(_filled(cones, self.size)), self.ahead)

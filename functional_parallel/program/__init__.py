@@ -22,7 +22,8 @@ from .memory_budget import WAYS_OUT, Memory
 from .memory_moves import MemoryMove, bytes_of_moves, ended_before, moves_of, waits_of
 from .overlap import is_started, one_scatter_at_a_time, overlapped
 from .pass_table import PassTable, Watch
-from .price import Item, Price, price_of
+from .price import Price, price_of
+from .price_item import Item
 from .program import Program, has_owner
 from .purpose import RoleFinder
 from .traffic import Collective, bytes_of, collectives_of, counts_of, keep_phases

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,26 +20,12 @@ from .aliasing import readers_before_writes, view_base
 from .explain import columns
 from .hardware import Hardware
 from .memories import memories_of
+from .memory_moves import ended_before, moves_of
 from .overlap import is_started, overlapped
+from .price_item import Item, exposed_of
+from .step_picture import draw_step
 from .traffic import Collective, collective_of, phases_of
 from .work import bytes_moved, flops
-
-
-@dataclass(frozen=True)
-class Item:
-    what: str  # "products", "other ops", "host ops", a move, the collective's kind, or "idle" while a pipeline waits
-    axes: tuple[str, ...]  # of a collective or a send
-    phase: str  # "forward", "backward" or "update"
-    source: str  # the source line
-    flops: int = 0  # of products
-    moved: int = 0  # bytes read and written in memory
-    sent: int = 0  # bytes sent to other ranks
-    seconds: float = 0.0  # duration without overlap
-    exposed: float = 0.0  # seconds in which the rank does nothing else
-
-    @property
-    def is_move(self) -> bool:
-        return " → " in self.what
 
 
 @dataclass(frozen=True)
@@ -147,6 +134,19 @@ class Price:
         title = f"{self.name} on {self.mesh!r}, {self.mesh.size} ranks of {self.hardware.name}"
         return "\n".join([title, rule, head, rule, *body, rule, *self._footer()])
 
+    def draw(self, path: str | Path) -> None:
+        """Draw the step over time: the device, the host, and the links between memories and ranks. Needs matplotlib.
+
+        Args:
+            path: path of the image. Its suffix determines the format.
+
+        Raises:
+            ValueError: for a pipeline, which `fp.schedules.plot` draws.
+        """
+        if any(item.what == "idle" for item in self.items):
+            raise ValueError(f"{self.name}: a pipeline is drawn by fp.schedules.plot(program.timeline(), {path!r})")
+        draw_step(path, f"{self.name} on {self.mesh!r}, {self.hardware.name}", self.items, self.seconds)
+
     def _footer(self) -> list[str]:
         hidden = self.communicating - self.exposed
         lines = columns(
@@ -184,7 +184,8 @@ def _row(items: Sequence[Item], with_source: bool) -> PriceRow:
     names = ("flops", "moved", "sent", "seconds", "exposed")
     sums: dict[str, Any] = {name: sum(getattr(item, name) for item in items) for name in names}
     source = first.source if with_source else ""
-    return PriceRow(first.what, first.axes, first.phase, source, **sums, count=len(items))
+    start = min(item.start for item in items)
+    return PriceRow(first.what, first.axes, first.phase, source, **sums, start=start, count=len(items))
 
 
 def readable_seconds(seconds: float) -> str:
@@ -205,71 +206,101 @@ def price_of(
     run = _RankClocks(traced, mesh, hardware)
     total = sum(run.flops.values())
     ideal = sum(done / hardware.rate(dtype) for dtype, done in run.flops.items())
-    utilization = ideal / run.now if run.now else 0.0
-    return Price(name, mesh, hardware, run.now, tuple(run.items), memory, total, utilization, tuple(notes))
+    items = tuple(replace(item, exposed=each) for item, each in zip(run.items, exposed_of(run.items), strict=True))
+    seconds = max((item.end for item in items), default=0.0)
+    utilization = ideal / seconds if seconds else 0.0
+    return Price(name, mesh, hardware, seconds, items, memory, total, utilization, tuple(notes))
 
 
 class _RankClocks:
+    """Runs the ops of a rank in order, on clocks. Its device and each link run one after another, beside its host.
+
+    A move to or from the device, or a collective, starts when the device has run what is before it. The host waits for
+    a move when an op needs it, and the device for a collective.
+    """
+
     def __init__(self, traced: Traced, mesh: Mesh, hardware: Hardware) -> None:
         self.mesh, self.hardware = mesh, hardware
-        self.now = self.wire = 0.0
+        self.host = 0.0
+        self.free: dict[str, float] = defaultdict(float)  # when the device and each link are free
         self.flops: dict[torch.dtype, int] = defaultdict(int)
         self.items: list[Item] = []
-        self.ready: dict[fx.Node, float] = {}
-        self.underway: deque[tuple[int, float]] = deque()  # index of the item, and time at which it completes
-        self.waited: dict[int, float] = defaultdict(float)
+        self.ready: dict[fx.Node, float] = {}  # when a move or a collective ends
         self.phases, self.memories = phases_of(traced), memories_of(traced)
+        self.paths = {
+            traced.outputs[at]: info(x).path for x in traced.inputs if (at := info(x).updated_output) is not None
+        }
         readers = readers_before_writes(traced)
-        for node in overlapped(traced, readers):
-            self._wait([*operands_of(node), *readers.get(node, ())])
+        order = overlapped(traced, readers)
+        moves = [move for move in moves_of(traced) if move.is_started]
+        ended, self.moves = ended_before(order, moves), {move.node for move in moves}
+        for node in order:
+            self._wait([*operands_of(node), *readers.get(node, ()), *ended.get(node, ())])
             collective = collective_of(node, mesh)
             if collective is not None and collective.bytes:
                 self._communicate(node, collective)
             elif collective is None and primitive_name(node) is None and view_base(node) is None:
                 self._compute(node)
-        self._wait([out for out in traced.outputs if isinstance(out, fx.Node)])
-        for index, seconds in self.waited.items():
-            self.items[index] = replace(self.items[index], exposed=seconds)
 
     def _wait(self, nodes: Iterable[fx.Node]) -> None:
-        until = max((self.ready.get(node, 0.0) for node in nodes), default=0.0)
-        while self.underway and self.now < until:
-            index, end = self.underway[0]
-            stop = min(end, until)
-            if stop > self.now:
-                self.waited[index] += stop - self.now
-                self.now = stop
-            if end <= self.now:
-                self.underway.popleft()
-        self.now = max(self.now, until)
+        for node in nodes:
+            if is_move(node):
+                self.host = max(self.host, self.ready.get(node, 0.0))
+            elif node in self.ready:
+                self.free["device"] = max(self.free["device"], self.ready[node])
+
+    def _run(self, node: fx.Node, item: Item) -> None:
+        """Add an item of the device or of a link."""
+        touches_device = item.axes or "device" in item.lane
+        start = max(self.host, self.free[item.lane], self.free["device"] if touches_device else 0.0)
+        self.items.append(replace(item, start=start))
+        self.free[item.lane] = self.ready[node] = start + item.seconds
 
     def _communicate(self, node: fx.Node, one: Collective) -> None:
-        seconds = self.hardware.collective(one, self.mesh)
-        self.wire = max(self.now, self.wire) + seconds
-        self.ready[node] = self.wire
-        self.underway.append((len(self.items), self.wire))
+        seconds = seconds_of(node, self.mesh, self.hardware, self.memories)
         source = str(one.source or "")
-        self.items.append(Item(one.kind, one.axes, self.phases[node], source, sent=one.bytes, seconds=seconds))
+        item = Item(one.kind, one.axes, self.phases[node], source, sent=one.bytes, seconds=seconds)
+        self._run(node, replace(item, parameters=one.parameters))
         if not is_started(node, self.mesh):
             self._wait([node])
 
     def _compute(self, node: fx.Node) -> None:
-        done, nbytes, dtype = flops(node), bytes_moved(node), _dtype(node)
-        what, source = "products" if done else "other ops", str(info(node).source or "")
-        if is_move(node):  # the runtime waits for it
-            ends = [kind_of_memory(self.memories[each]) for each in (moved_value(node), node)]
-            nbytes, what = info(node).nbytes, " → ".join(ends)
-            link = self.hardware.disk if "disk" in ends else self.hardware.host
-            seconds = link.seconds(nbytes / self.hardware.links_share)
+        done, nbytes, source = flops(node), bytes_moved(node), str(info(node).source or "")
+        what, seconds = "products" if done else "other ops", seconds_of(node, self.mesh, self.hardware, self.memories)
+        paths: tuple[str, ...] = ()
+        if is_move(node):
+            nbytes, what = info(node).nbytes, " → ".join(_ends(node, self.memories))
+            paths = info(node).parameters or (info(moved_value(node)).path or self.paths.get(node, ""),)
         elif self.memories[node] == "host":
-            seconds, done, what = self.hardware.on_host(nbytes), 0, "host ops"
-        else:
-            seconds = self.hardware.compute(done, nbytes, dtype)
-        self.now += seconds
-        self.flops[dtype] += done
-        self.items.append(
-            Item(what, (), self.phases[node], source, flops=done, moved=nbytes, seconds=seconds, exposed=seconds)
-        )
+            done, what = 0, "host ops"
+        self.flops[_dtype(node)] += done
+        item = Item(what, (), self.phases[node], source, flops=done, moved=nbytes, seconds=seconds, parameters=paths)
+        if what == "host ops":
+            self.items.append(replace(item, start=self.host))
+            self.host += seconds
+            return
+        self._run(node, item)
+        if is_move(node) and node not in self.moves:
+            self._wait([node])
+
+
+def seconds_of(node: fx.Node, mesh: Mesh, hardware: Hardware, memories: Mapping[fx.Node, str]) -> float:
+    """Return the duration of an op or a collective if nothing else runs."""
+    collective = collective_of(node, mesh)
+    if collective is not None and collective.bytes:
+        return hardware.collective(collective, mesh)
+    if collective is not None or primitive_name(node) is not None or view_base(node) is not None:
+        return 0.0
+    if is_move(node):
+        link = hardware.disk if "disk" in _ends(node, memories) else hardware.host
+        return link.seconds(info(node).nbytes / hardware.links_share)
+    if memories[node] == "host":
+        return hardware.on_host(bytes_moved(node))
+    return hardware.compute(flops(node), bytes_moved(node), _dtype(node))
+
+
+def _ends(move: fx.Node, memories: Mapping[fx.Node, str]) -> list[str]:
+    return [kind_of_memory(memories[each]) for each in (moved_value(move), move)]
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
