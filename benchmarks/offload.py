@@ -50,10 +50,11 @@ def loss(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 def plans(folder: str) -> dict[str, Any]:
     precision = fp.mixed_precision("bf16", reduce="bf16")
+    host, disk = fp.offload(state="host", group="8MiB"), fp.offload(state="disk", path=folder, group="8MiB")
     return {
-        "state on the host": fp.chain(precision, fp.zero(2, "data"), fp.offload(state="host")),
-        "the same, 4 microbatches": fp.chain(precision, fp.zero(2, "data"), fp.offload(state="host"), fp.accumulate(4)),
-        "state on disk": fp.chain(precision, fp.zero(2, "data"), fp.offload(state="disk", path=folder, group="8MiB")),
+        "state on the host": fp.chain(precision, fp.zero(2, "data"), host),
+        "the same, 4 microbatches": fp.chain(precision, fp.zero(2, "data"), host, fp.accumulate(4)),
+        "state on disk": fp.chain(precision, fp.zero(2, "data"), disk),
     }
 
 

@@ -1,7 +1,8 @@
-"""Update state that is in a slower memory in groups of bounded bytes: fetch, update and store one group after another.
+"""Update state that is not on the device in groups of bounded bytes: fetch, update and store one group after another.
 
 Without it a step would fetch all state first and store it last, so that the memory of the update would hold all of it
-(the optimizer of ZeRO-Infinity, arXiv 2104.07857 §5.2.2, swaps one group of parameters after another).
+(the optimizer of ZeRO-Infinity, arXiv 2104.07857 §5.2.2, swaps one group of parameters after another). State in the
+memory of the update is not fetched. Its groups let the new parameters of one move while others are computed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, operands_of, primitive_name, reached, topological_order, update_info
 from ..ops import TO_MEMORY, is_move, is_number, moved_value
+from ..program import memories_of
 from .gathers import only_rearranges
 from .program_pass import Phase, ProgramPass, Scope
 
@@ -27,7 +29,8 @@ class UpdateGroups(ProgramPass):
     """Place fetches and stores of state around the updates of groups of parameters.
 
     A group has at most `size` bytes of state, or one parameter, and runs as soon as its gradients are known. The state
-    of `ahead` more groups is fetched before.
+    of `ahead` more groups is fetched before. State that is not fetched is updated after the gradients of the next group
+    are known, so that its own have the time to move.
     """
 
     size: int
@@ -37,9 +40,7 @@ class UpdateGroups(ProgramPass):
     scope: ClassVar[Scope] = Scope.STAGE
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
-        stores = _stores(traced)
-        if not stores:
-            return
+        stores = _stores(traced) or _kept(traced)
         nodes = list(traced.nodes)
         position = {node: index for index, node in enumerate(nodes)}
         fetches = set(stores.values())
@@ -49,8 +50,11 @@ class UpdateGroups(ProgramPass):
             update_info(node, phase="update")
         ops = {store: _late_ops(store, late) for store in stores}
         cones = [_Cone(unit, ops, late, position) for unit in _units(stores, ops)]
-        order = _Order(nodes, late, cones).with_groups(list(_filled(cones, self.size)), self.ahead)
-        for node in order:
+        groups = list(_filled(cones, self.size))
+        is_fetched = any(fetch.op == "call_function" for fetch in fetches)
+        if not is_fetched and len(groups) < 2:
+            return
+        for node in _Order(nodes, late, cones).with_groups(groups, self.ahead, 0 if is_fetched else 1):
             traced.graph.output_node().prepend(node)
 
 
@@ -69,9 +73,10 @@ class _Cone:
         ops = {op: None for store in unit.stores for op in ops_of[store]}
         read = {value: None for op in ops for value in operands_of(op) if value not in late}
         others = (user for value in read if value.op == "placeholder" for user in value.users if user not in late)
-        self.ops = list(ops)
+        self.ops = [op for op in ops if op.op == "call_function"]
         self.ready = max((position.get(each, 0) for each in (*read, *others)), default=0)  # later, inputs are written
-        self.fetches, self.bytes = unit.fetches, sum(info(fetch).nbytes for fetch in unit.fetches)
+        old = (op for op in self.ops if is_move(op) and moved_value(op).op == "placeholder")
+        self.fetches, self.bytes = dict.fromkeys(old), sum(info(fetch).nbytes for fetch in unit.fetches)
 
 
 def _stores(traced: Traced) -> dict[fx.Node, fx.Node]:
@@ -85,6 +90,18 @@ def _stores(traced: Traced) -> dict[fx.Node, fx.Node]:
             continue  # what fetches a parameter computes the gradients too
         if len(fetches) == len(old.users) == 1 and fetches[0].args[1] != new.args[1]:
             found[new] = fetches[0]
+    return found
+
+
+def _kept(traced: Traced) -> dict[fx.Node, fx.Node]:
+    """Map the op that computes each new value of the state that is where it is updated, on the host, to the old one."""
+    found = {}
+    for old in traced.inputs:
+        index, spec = info(old).updated_output, info(old).spec
+        new = traced.outputs[index] if index is not None else None
+        is_kept = spec is not None and spec.memory == "host" and not (info(old).is_parameter or is_number(old))
+        if is_kept and isinstance(new, fx.Node) and new.op == "call_function":
+            found[new] = old
     return found
 
 
@@ -144,10 +161,10 @@ class _Order:
         self.waiting = [node for node in nodes if node in late and node not in grouped]
         self.found = dict[fx.Node, None]()
 
-    def with_groups(self, groups: Sequence[Sequence[_Cone]], ahead: int) -> Iterable[fx.Node]:
+    def with_groups(self, groups: Sequence[Sequence[_Cone]], ahead: int, behind: int) -> Iterable[fx.Node]:
         at = 0
         for number, group in enumerate(groups):
-            ready = max(cone.ready for cone in group) + 1
+            ready = max(cone.ready for each in groups[number : number + behind + 1] for cone in each) + 1
             self._add(node for node in self.nodes[at:ready] if node not in self.late)
             at = max(at, ready)
             for later in groups[number : number + ahead + 1]:

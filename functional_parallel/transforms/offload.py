@@ -52,7 +52,7 @@ class offload(Transform):
         fraction: share of the parameters, by bytes, to which `state` applies, and of the activations: the first ones.
         at_least: the size from which an activation moves: a number of bytes, or a text such as "1MiB".
         path: a folder on the disk.
-        group: most bytes of state on disk that are updated at the same time, or one parameter's.
+        group: most bytes of state outside of the device that are updated at the same time, or one parameter's.
 
     Raises:
         ValueError: for an unknown memory, if nothing moves, for a fraction that is not above 0 and at most 1, a size
@@ -92,7 +92,7 @@ class offload(Transform):
             raise ValueError(f"{self.name}: the plan has {before}; name the memory of the state once")
         if self.state != "device" or (self.parameters != "device" and before is None):
             asked += [OffloadedState(self._word(self.state), self.fraction), RunPass(HostMoves())]
-        if self.state == "disk":
+        if self.state != "device":
             asked.append(RunPass(UpdateGroups(parse_bytes(self.group))))
         if self.activations != "device":
             size = parse_bytes(self.at_least)
