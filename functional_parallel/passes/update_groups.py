@@ -17,7 +17,6 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, operands_of, primitive_name, reached, topological_order, update_info
 from ..ops import TO_MEMORY, is_move, is_number, moved_value
-from ..program import memories_of
 from .gathers import only_rearranges
 from .program_pass import Phase, ProgramPass, Scope
 

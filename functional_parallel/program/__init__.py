@@ -19,7 +19,7 @@ from .host import HostOp, require_capturable
 from .memories import memories_of
 from .memory import MEMORY_KINDS, MemoryUse, Storage, StorageTable, draw, kind_of_input, memory_of
 from .memory_budget import WAYS_OUT, Memory
-from .memory_moves import MemoryMove, bytes_of_moves, ended_before, moves_of, waits_of
+from .memory_moves import MemoryMove, bytes_of_moves, ended_before, may_outlast, moves_of, waits_of
 from .overlap import is_started, one_scatter_at_a_time, overlapped
 from .pass_table import PassTable, Watch
 from .price import Price, price_of

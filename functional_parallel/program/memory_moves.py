@@ -1,22 +1,27 @@
 """Moves of a program between memories, with their bytes, and when a rank that moves beside its ops waits for them.
 
 A link is a pair of memories, in one direction. Its moves run one after another. A move is waited for when its result is
-needed, or when its link would have too many bytes in flight: the values that it copies stay alive until then.
+needed, or when its link would have too many bytes in flight: the values that it copies stay alive until then. The new
+values of a donated state may be in flight when a step ends: they are waited for where the next step reads them.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
-from ..ir import Aval, Source, Traced, info, operands_of
+from ..ir import Aval, Source, Traced, first_operand, info, operands_of, primitive_name
 from ..ops import is_move, kind_of_memory, moved_value
-from .aliasing import readers_before_writes
+from .aliasing import mutated_operands, readers_before_writes, shares_memory
 from .memories import memories_of
 from .traffic import phases_of
+
+aten = torch.ops.aten
 
 IN_FLIGHT = 64 << 20  # bytes of the moves of a link that run at the same time, or one move
 LEAST = 16 << 10  # bytes of a move that is worth a worker
@@ -87,3 +92,38 @@ def waits_of(traced: Traced, order: Sequence[fx.Node], moves: Collection[MemoryM
             if each in found:
                 found[each] = at
     return found
+
+
+def may_outlast(traced: Traced, moves: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Map the moves that may be in flight when a step ends to the donated inputs that their results replace.
+
+    What they copy is in memory that the next step does not write: neither the state's, nor an input's.
+    """
+    results = [out for out in traced.outputs if isinstance(out, fx.Node)]
+    found = {}
+    for old in traced.inputs:
+        index = info(old).updated_output
+        new = None if index is None else traced.outputs[index]
+        if not info(old).donated or new not in moves or results.count(new) > 1:
+            continue
+        root = _memory_of(moved_value(new))
+        if root.op == "call_function" and all(_memory_of(out) is not root for out in results if out is not new):
+            found[new] = old
+    return found
+
+
+def _memory_of(value: fx.Node) -> fx.Node:
+    """Return the value whose memory another one may have."""
+    while value.op == "call_function":
+        made, index = value.args[:2] if value.target is operator.getitem else (value, 0)
+        if written := mutated_operands(made):
+            value = written[index]
+        elif (primitive_name(value) is None and not shares_memory(value)) or _is_other_type(value):
+            break
+        else:
+            value = first_operand(value)
+    return value
+
+
+def _is_other_type(value: fx.Node) -> bool:
+    return value.target is aten._to_copy.default and info(value).aval.dtype != info(first_operand(value)).aval.dtype

@@ -1,9 +1,11 @@
-"""Handles of tensors in runtimes: a tensor, a list with one tensor per class of ranks, or a `PipelineValue`."""
+"""Handles of tensors in runtimes: a tensor or its move, a list with one per class of ranks, or a `PipelineValue`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import optree
 import torch
@@ -21,6 +23,24 @@ class PipelineValue:
     parts: dict[int, Part]  # of those ranks that are in this process
     holders: frozenset[int] | None  # None means all
     aval: Aval  # on one rank
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class PendingMove:
+    """A move in flight. `target` has the shape and the memory of its result, and the values after `wait`."""
+
+    target: torch.Tensor
+    copied: Future[torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        return self.copied.result()
+
+
+def arrived(handle: T | PendingMove) -> T | torch.Tensor:
+    return handle.wait() if isinstance(handle, PendingMove) else handle
 
 
 def to_device(x: torch.Tensor, device: torch.device | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from sharding_specs import P, local_shape
 from ..errors import DonatedStateError, ReentrantCallError
 from ..functions import PyTree
 from ..ir import Aval, hollow
-from ..runtime import Runtime, Where, copy_if_aliased, is_simulated, storages
+from ..runtime import PendingMove, Runtime, Where, copy_if_aliased, is_simulated, storages
 from .signatures import on_one_line
 
 Shards = dict[tuple[int, int], torch.Tensor]  # by index of the value and rank
@@ -34,11 +34,16 @@ class StaticLeaf:
 class Held(ABC):
     """Values as the runtime holds them, until a call takes over their memory."""
 
-    __slots__ = ("_failure", "_handles")
+    __slots__ = ("_failure", "_handles", "_moves")
 
     def __init__(self, handles: tuple[Any, ...] | None) -> None:
-        self._handles = handles
+        self._hold(handles)
         self._failure = ""
+
+    def _hold(self, given: tuple[Any, ...] | None) -> None:
+        self._moves = {index: each for index, each in enumerate(given or ()) if isinstance(each, PendingMove)}
+        targets = (each.target if isinstance(each, PendingMove) else each for each in given or ())
+        self._handles = None if given is None else tuple(targets)
 
     @abstractmethod
     def _donated(self, failure: str) -> str:
@@ -47,15 +52,24 @@ class Held(ABC):
     @property
     def handles(self) -> tuple[Any, ...]:
         """Handle of the runtime for each leaf."""
+        moves, handles = self._moves, self.without_values
+        for move in moves.values():
+            move.wait()
+        self._moves = {}
+        return handles
+
+    @property
+    def without_values(self) -> tuple[Any, ...]:
+        """Handle of each leaf, for its shape and place alone: values may still be moving into its memory."""
         if self._handles is None:
             raise DonatedStateError(self._donated(self._failure))
         return self._handles
 
     def give(self) -> tuple[Any, ...]:
-        """Return the handles and mark the values as donated."""
-        handles = self.handles
-        self._handles = None
-        return handles
+        """Return the handles, or the moves that end in them, and mark the values as donated."""
+        given = tuple(self._moves.get(index, handle) for index, handle in enumerate(self.without_values))
+        self._hold(None)
+        return given
 
     @contextmanager
     def used(self, given: tuple[Any, ...]) -> Iterator[None]:
@@ -63,7 +77,7 @@ class Held(ABC):
         try:
             yield
         except ReentrantCallError:  # nothing has run
-            self._handles = given
+            self._hold(given)
             raise
         except BaseException as error:
             if self._handles is None:

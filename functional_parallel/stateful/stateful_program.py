@@ -13,7 +13,7 @@ from ..ir import leaf_signature
 from ..lowering import Lowered
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
-from ..runtime import Runtime, copy_if_aliased
+from ..runtime import Runtime, arrived, copy_if_aliased
 from ..tracing import ProgramCache, disable_ambient_modes
 
 
@@ -60,6 +60,8 @@ class StatefulProgram:
     ) -> list[Any]:
         """Run a program. Return the handles of the results that stay on the ranks, and the others as full tensors.
 
+        Handles may be `PendingMove`s, if `kept` is None.
+
         Args:
             runtime, lowered, handles: the runtime, the program and its inputs.
             batch, whose: as for `Runtime.run`.
@@ -72,7 +74,7 @@ class StatefulProgram:
         taken = set(kept or ())
         stays = range(len(results))[staying]
         for index in stays if kept is not None else ():
-            results[index] = copy_if_aliased(results[index], taken)
+            results[index] = copy_if_aliased(arrived(results[index]), taken)
         specs = lowered.program.out_specs
         for index in (*range(stays.start), *range(stays.stop, len(results))):
             full = runtime.whole(results[index], specs[index])

@@ -316,13 +316,13 @@ class States:
                 f"train_step takes a TrainState, not {type(state).__name__}: make one of whole parameters by "
                 "train.init(params), or of a saved state by train.load(params, optimizer_state, step)"
             )
-        _, layout = state.handles, state.layout  # `handles` raises if the state was donated
+        _, layout = state.without_values, state.layout  # raises if the state was donated
         return layout if layout in self._known else self._own_layout(layout)
 
     def runtime_for(self, state: TrainState) -> Runtime[Any, Any]:
         """Return the runtime of the step, after a check that it holds this state."""
         runtime = self.runtime()
-        require_holders(runtime, state.handles, f"this state, of step {state.step},", "train.init or train.load")
+        require_holders(runtime, state.without_values, f"this state, of step {state.step},", "train.init or train.load")
         return runtime
 
     def _own_layout(self, layout: StateLayout) -> StateLayout:
@@ -338,7 +338,7 @@ class States:
     def shapes(self, layout: StateLayout, state: TrainState) -> tuple[PyTree, PyTree]:
         """Return parameters and optimizer state as the step holds them, without values."""
         like = self.runtime().like
-        held = zip(state.handles, layout.specs, strict=True)
+        held = zip(state.without_values, layout.specs, strict=True)
         leaves = [handle.value if isinstance(handle, StaticLeaf) else like(handle, spec) for handle, spec in held]
         return layout.trees(leaves)
 

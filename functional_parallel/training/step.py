@@ -166,7 +166,7 @@ class TrainStep(KeptStates):
         note_step(state.step)
         batches.stay_in_step(runtime, f"takes step {state.step}", batch)
         lowered = self._lower(layout, state, moved_to(runtime.device, batch))
-        count = len(tensors(state.handles))
+        count = len(tensors(state.without_values))
         lowered.require_layouts(tensors_of(batch), count)
         extra, shown = batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
         runtime.agree_on(lowered.program)
@@ -234,7 +234,7 @@ class TrainStep(KeptStates):
         seed = self.options.seed
         if seed is None:
             return []
-        key, device = random.fold_in(random.key(seed), state.step), device_of(state.handles)
+        key, device = random.fold_in(random.key(seed), state.step), device_of(state.without_values)
         return [key if device is None else to_device(key, device)]
 
     def compile(self, f: Callable[..., Any], *, batch: str | None = None, ema: bool = False) -> StateFunction:

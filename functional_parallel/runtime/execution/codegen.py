@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import fx
 
 from ... import _torch
 from ...ir import Traced, differentiable_form, first_operand, in_main_memory, info, operands_of, primitive_name, where
-from ..handles import to_device
+from ..handles import arrived, to_device
 from .origins import Recorded
 from .pieces import FILE, HEAD, ProgramPiece, chained, cuts, function_of
 
@@ -27,7 +27,8 @@ _ENDS = "__ends__"  # the lines of its ops
 class Writer:
     """`line(node, writer)` returns the right-hand side of one op; an op that it adds to `pending` returns a handle.
 
-    `readers` maps each op that writes into its operands to the ops that must have read them before.
+    `readers` maps each op that writes into its operands to the ops that must have read them before. `unfinished` has
+    the results that may be returned as handles; an input of `pending` may be one.
     """
 
     traced: Traced
@@ -38,6 +39,7 @@ class Writer:
     record: Recorded | None = None
     recorded: bool = False
     pending: set[fx.Node] = field(default_factory=set)
+    unfinished: Collection[fx.Node] = ()
     names: _PieceNames = field(init=False)  # of the values of the piece that is being written
     constants: dict[str, Any] = field(init=False)  # of this piece
 
@@ -50,7 +52,7 @@ class Writer:
         self._last = {
             value: at for at, part in enumerate(parts) for node in part for value in self._drops.get(node, ())
         }
-        results = [out for out in traced.outputs if isinstance(out, fx.Node)]
+        results = [out for out in traced.outputs if isinstance(out, fx.Node) and out not in self.unfinished]
         pieces = [self._piece(at, part, () if part is not parts[-1] else results) for at, part in enumerate(parts)]
         return chained(traced.inputs, pieces, traced.outputs, self._wrapped)
 
@@ -120,7 +122,11 @@ class Writer:
         late = [value for value in dict.fromkeys(values) if value in self.pending]
         self.pending.difference_update(late)
         self._made.update(dict.fromkeys(late))
-        return [f"{self.names[value]} = {self.names[value]}.wait()" for value in late]
+        return [f"{self.names[value]} = {self._waited(value)}" for value in late]
+
+    def _waited(self, value: fx.Node) -> str:
+        name = self.names[value]
+        return f"{name}.wait()" if value.op == "call_function" else f"{self.constant(arrived)}({name})"
 
     def _last_uses(self, order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         kept = self.traced.returned()

@@ -27,7 +27,7 @@ from ...ir import Aval, checksum, first_difference, hollow, sample_hash
 from ...program import Program, has_owner
 from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names
 from ..execution import CapturedFunction, Log, Origin
-from ..handles import to_device
+from ..handles import arrived, to_device
 from ..interface import Runtime, Where
 from ..launchers import launch_of_environment
 from ..mpi import MPI_BACKENDS, chosen_backend, start_mpi
@@ -156,7 +156,10 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def run(
         self, program: Program, handles: list[torch.Tensor], batch: Sequence[torch.Tensor] = (), whose: str = ""
     ) -> list[torch.Tensor]:
-        """Run a program on this rank's shards. The list is donated, so that a shard is freed after its last use."""
+        """Run a program on this rank's shards. The list is donated, so that a shard is freed after its last use.
+
+        New values of donated inputs may be `PendingMove`s.
+        """
         self.agree_on(program)
         with self.turn, self.communicator.bound():
             derived = _torch.has_functorch_level(handles)
@@ -167,9 +170,9 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
                     "other ranks hold nothing to differentiate by; compile the derivative, fp.grad(plan(loss))"
                 )
             if derived:
-                return run_typed(program.traced, handles)
+                return run_typed(program.traced, list(map(arrived, handles)))
             with torch.no_grad():
-                return self.run_plain(program, handles)
+                return self._run(program, handles)
 
     def begin(self, program: Program, batch: Sequence[torch.Tensor] = (), whose: str = "") -> None:
         values = 0
@@ -179,12 +182,17 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
 
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run one of several programs of a step. Ranks have agreed, axes are bound, and nothing is differentiated."""
+        return list(map(arrived, self._run(program, handles)))
+
+    def _run(self, program: Program, handles: list[Any]) -> list[Any]:
         made = program.cache.get("process")
         if made is None or made[0] is not self.communicator:  # for example after another init_process_group
-            function = self._transport.program(program, self.communicator).function()
-            function = CapturedFunction(program, function) if program.is_captured else function
-            made = program.cache["process"] = (self.communicator, function)
-        result: list[torch.Tensor] = made[1](handles)
+            one = self._transport.program(program, self.communicator)
+            late = {index for index, node in enumerate(program.traced.inputs) if node in one.arriving}
+            function = CapturedFunction(program, one.function()) if program.is_captured else one.function()
+            made = program.cache["process"] = (self.communicator, function, late)
+        handles[:] = [x if index in made[2] else arrived(x) for index, x in enumerate(handles)]
+        result: list[Any] = made[1](handles)
         return result
 
     def replay(self, program: Program, handles: list[torch.Tensor]) -> Origin | None:
@@ -209,7 +217,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
         self.agree_on_inputs(program, tensors)
         with self.communicator.bound():
             parts = [self.entered(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
-            results = self.run(program, parts)
+            results = list(map(arrived, self.run(program, parts)))
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
 
     def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:

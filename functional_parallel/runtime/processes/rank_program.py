@@ -18,6 +18,7 @@ from ...program import (
     ended_before,
     is_only_use_of_own_memory,
     is_started,
+    may_outlast,
     may_stay_in_place,
     one_scatter_at_a_time,
     overlapped,
@@ -48,8 +49,16 @@ class RankProgram:
         before = dict(self.readers(order, readers))
         for node, ended in (*one_scatter_at_a_time(order).items(), *ended_before(order, moves).items()):
             before[node] = [*before.get(node, ()), *ended]
+        replaced = may_outlast(traced, self.moves)
+        self.arriving = set(replaced.values())  # inputs that the last step may still move
         self.writer = Writer(
-            traced, self.line, order=order, readers=before, record=self.record, recorded=program.is_captured
+            *(traced, self.line),
+            order=order,
+            readers=before,
+            record=self.record,
+            recorded=program.is_captured,
+            pending=set(self.arriving),
+            unfinished=replaced.keys(),
         )
 
     def readers(self, order: Sequence[fx.Node], readers: Readers) -> Readers:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -13,20 +14,21 @@ from torch import Tensor
 
 from ...ops import TO_MEMORY, copy_into, room_for
 from ...program import MemoryMove
+from ..handles import PendingMove
 
 Link = tuple[str, str]
 _WORKERS: dict[tuple[int, Link], ThreadPoolExecutor] = {}  # by process: a child that was forked has no threads
 _OWN = threading.local()  # the stream of a worker
 
 
-class PendingMove:
-    __slots__ = ("_copied",)
+def _end_moves() -> None:
+    with suppress(RuntimeError):  # at the end of the process, which waits for the moves itself
+        for worker in [worker for (process, _), worker in _WORKERS.items() if process == os.getpid()]:
+            worker.submit(int).result()
 
-    def __init__(self, copied: Future[Tensor]) -> None:
-        self._copied = copied
 
-    def wait(self) -> Tensor:
-        return self._copied.result()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_end_moves)  # a child has the values, but no workers
 
 
 def start_of(move: MemoryMove) -> Callable[..., PendingMove]:
@@ -44,7 +46,7 @@ def _started(link: Link, target: Tensor, x: Tensor) -> PendingMove:
         worker = _WORKERS[os.getpid(), link] = ThreadPoolExecutor(1, f"functional_parallel {' to '.join(link)}")
     device = next((each.device for each in (target, x) if each.device.type == "cuda"), None)
     ready = None if device is None else torch.cuda.current_stream(device).record_event()
-    return PendingMove(worker.submit(_copied, target, x, ready))
+    return PendingMove(target, worker.submit(_copied, target, x, ready))
 
 
 def _copied(target: Tensor, x: Tensor, ready: torch.cuda.Event | None) -> Tensor:
