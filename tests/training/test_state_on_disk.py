@@ -116,18 +116,23 @@ def test_small_groups_need_less_of_the_host(tmp_path: Path) -> None:
     assert peak(1) <= gradients + 3 * largest + 64 < peak("1MiB") and peak("1MiB") >= state
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
-    group=st.integers(1, 4000), stage=st.integers(0, 3), clip=st.sampled_from([None, 0.5]), name=st.sampled_from("ab")
+    group=st.integers(1, 4000),
+    stage=st.integers(0, 3),
+    clip=st.sampled_from([None, 0.5]),
+    name=st.sampled_from("ab"),
+    memory=st.sampled_from(["host", "disk"]),
 )
-def test_any_group(group: int, stage: int, clip: float | None, name: str, tmp_path_factory: Any) -> None:
+def test_any_group(group: int, stage: int, clip: float | None, name: str, memory: str, tmp_path_factory: Any) -> None:
     optimizer = {
         "a": fp.optim.lamb(1e-2),
         "b": fp.optim.by_path({"head": fp.optim.sgd(0.1, momentum=0.9), "*": fp.optim.adamw(0.1)}),
     }[name]
     before, folder = [fp.zero(stage, "data")], tmp_path_factory.mktemp("disk")
     plain = train_on(Mesh(data=2), before, optimizer, clip=clip)
-    moved = train_on(Mesh(data=2), [*before, on_disk(folder, group)], optimizer, clip=clip)
+    offload = fp.offload(state=memory, path=str(folder), group=group)
+    moved = train_on(Mesh(data=2), [*before, offload], optimizer, clip=clip)
     a, b = run(plain, plain.init(params()), 2), run(moved, moved.init(params()), 2)
     assert is_same(plain.whole(a), moved.whole(b))
     assert plain.program.counts() == moved.program.counts()
