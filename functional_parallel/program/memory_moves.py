@@ -99,16 +99,15 @@ def may_outlast(traced: Traced, moves: Collection[fx.Node]) -> dict[fx.Node, fx.
 
     What they copy is in memory that the next step does not write: neither the state's, nor an input's.
     """
-    results = [out for out in traced.outputs if isinstance(out, fx.Node)]
-    found = {}
+    results = Counter(out for out in traced.outputs if isinstance(out, fx.Node)) if moves else Counter[fx.Node]()
+    returned, found = set(map(_memory_of, results)), dict[fx.Node, fx.Node]()
     for old in traced.inputs:
         index = info(old).updated_output
         new = None if index is None else traced.outputs[index]
-        if not info(old).donated or new not in moves or results.count(new) > 1:
-            continue
-        root = _memory_of(moved_value(new))
-        if root.op == "call_function" and all(_memory_of(out) is not root for out in results if out is not new):
-            found[new] = old
+        if info(old).donated and isinstance(new, fx.Node) and new in moves and results[new] == 1:
+            root = _memory_of(moved_value(new))
+            if root.op == "call_function" and root not in returned:
+                found[new] = old
     return found
 
 

@@ -118,8 +118,8 @@ def plans(draw: st.DrawFn) -> tuple[Any, ...]:
     fraction = 1.0 if flat else draw(st.sampled_from([1.0, 0.5, 0.25]))
     memories = st.sampled_from(["device", "host", "disk"])
     state, parameters = draw(st.tuples(memories, memories).filter(lambda both: both != ("device", "device")))
-    path, group = tempfile.gettempdir() if "disk" in (state, parameters) else None, draw(st.integers(1, 4000))
-    offload = fp.offload(state=state, parameters=parameters, fraction=fraction, path=path, group=group)
+    disk = {"path": tempfile.gettempdir(), "group": draw(st.integers(1, 4000))} if "disk" in (state, parameters) else {}
+    offload = fp.offload(state=state, parameters=parameters, fraction=fraction, **{"group": 300, **disk})
     options = {
         "clip": draw(st.sampled_from([None, 0.5])),
         "bucket": draw(st.sampled_from([None, 512, "auto"])),

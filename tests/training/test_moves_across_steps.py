@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.program import memory_moves
 from functional_parallel.runtime.processes import started_moves
 from sharding_specs import Mesh
 
@@ -46,7 +47,7 @@ class Delayed:
 
 
 def delayed(seed: int, longest: float) -> Delayed:
-    started_moves.LEAST = 0  # every move is in flight
+    memory_moves.LEAST = 0  # every move is in flight
     found = started_moves.copy_into = Delayed(seed, longest)  # type: ignore[assignment]
     return found
 
