@@ -240,7 +240,7 @@ class StorageTable:
     @functools.cached_property
     def waits(self) -> dict[fx.Node, int]:
         """Position of the op before which a rank waits for each move that runs beside its ops."""
-        moves = [move for move in moves_of(self.traced) if move.is_started]
+        moves = [move for move in moves_of(self.traced, self.memories) if move.is_started]
         return waits_of(self.traced, self.nodes, moves) if moves else {}
 
     @functools.cached_property

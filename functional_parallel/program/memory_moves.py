@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,13 +53,14 @@ class MemoryMove:
         return self.bytes >= LEAST
 
 
-def moves_of(traced: Traced) -> Iterator[MemoryMove]:
-    memories = memories_of(traced)
-    for node, phase in phases_of(traced).items():
-        if is_move(node):
-            known, line = info(node), info(node).used_at or info(node).source
-            link = kind_of_memory(memories[moved_value(node)]), kind_of_memory(memories[node])
-            yield MemoryMove(*link, known.aval, line, phase, node, known.parameters)
+def moves_of(traced: Traced, memories: Mapping[fx.Node, str] | None = None) -> Iterator[MemoryMove]:
+    found = [node for node in traced.nodes if is_move(node)]
+    phases = phases_of(traced) if found else {}
+    memories = memories_of(traced) if found and memories is None else memories or {}
+    for node in found:
+        known, line = info(node), info(node).used_at or info(node).source
+        link = kind_of_memory(memories[moved_value(node)]), kind_of_memory(memories[node])
+        yield MemoryMove(*link, known.aval, line, phases[node], node, known.parameters)
 
 
 def bytes_of_moves(found: Iterable[MemoryMove]) -> dict[tuple[str, str], int]:
@@ -72,13 +73,14 @@ def bytes_of_moves(found: Iterable[MemoryMove]) -> dict[tuple[str, str], int]:
 def ended_before(order: Sequence[fx.Node], moves: Collection[MemoryMove]) -> dict[fx.Node, list[fx.Node]]:
     """Map each move to earlier ones of its link that it waits for, to keep the bytes in flight."""
     known, found = {move.node: move for move in moves}, dict[fx.Node, list[fx.Node]]()
-    flying: dict[str, deque[MemoryMove]] = defaultdict(deque)
-    for node in order:
-        if node in known:
-            queue = flying[known[node].kind]
-            while queue and sum(each.bytes for each in queue) + known[node].bytes > IN_FLIGHT:
-                found.setdefault(node, []).append(queue.popleft().node)
-            queue.append(known[node])
+    flying, filled = defaultdict[str, deque[MemoryMove]](deque), Counter[str]()
+    for move in (known[node] for node in order if node in known):
+        queue = flying[move.kind]
+        while queue and filled[move.kind] + move.bytes > IN_FLIGHT:
+            filled[move.kind] -= queue[0].bytes
+            found.setdefault(move.node, []).append(queue.popleft().node)
+        queue.append(move)
+        filled[move.kind] += move.bytes
     return found
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from .hardware import Hardware
 from .memories import memories_of
 from .memory_moves import ended_before, moves_of
 from .overlap import is_started, overlapped
-from .price_item import Item, exposed_of
+from .price_item import Item, with_exposed
 from .step_picture import draw_step
 from .traffic import Collective, collective_of, phases_of
 from .work import bytes_moved, flops
@@ -206,7 +206,7 @@ def price_of(
     run = _RankClocks(traced, mesh, hardware)
     total = sum(run.flops.values())
     ideal = sum(done / hardware.rate(dtype) for dtype, done in run.flops.items())
-    items = tuple(replace(item, exposed=each) for item, each in zip(run.items, exposed_of(run.items), strict=True))
+    items = tuple(with_exposed(run.items))
     seconds = max((item.end for item in items), default=0.0)
     utilization = ideal / seconds if seconds else 0.0
     return Price(name, mesh, hardware, seconds, items, memory, total, utilization, tuple(notes))
@@ -221,18 +221,17 @@ class _RankClocks:
 
     def __init__(self, traced: Traced, mesh: Mesh, hardware: Hardware) -> None:
         self.mesh, self.hardware = mesh, hardware
-        self.host = 0.0
-        self.free: dict[str, float] = defaultdict(float)  # when the device and each link are free
+        self.free: dict[str, float] = defaultdict(float)  # when the host, the device and each link are free
         self.flops: dict[torch.dtype, int] = defaultdict(int)
         self.items: list[Item] = []
-        self.ready: dict[fx.Node, float] = {}  # when a move or a collective ends
+        self.ready: dict[fx.Node, float] = {}  # when an op ends
         self.phases, self.memories = phases_of(traced), memories_of(traced)
         self.paths = {
             traced.outputs[at]: info(x).path for x in traced.inputs if (at := info(x).updated_output) is not None
         }
         readers = readers_before_writes(traced)
         order = overlapped(traced, readers)
-        moves = [move for move in moves_of(traced) if move.is_started]
+        moves = [move for move in moves_of(traced, self.memories) if move.is_started]
         ended, self.moves = ended_before(order, moves), {move.node for move in moves}
         for node in order:
             self._wait([*operands_of(node), *readers.get(node, ()), *ended.get(node, ())])
@@ -244,63 +243,42 @@ class _RankClocks:
 
     def _wait(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
-            if is_move(node):
-                self.host = max(self.host, self.ready.get(node, 0.0))
-            elif node in self.ready:
-                self.free["device"] = max(self.free["device"], self.ready[node])
+            waiting = "host" if is_move(node) else "device"
+            self.free[waiting] = max(self.free[waiting], self.ready.get(node, 0.0))
 
-    def _run(self, node: fx.Node, item: Item) -> None:
-        """Add an item of the device or of a link."""
-        touches_device = item.axes or "device" in item.lane
-        start = max(self.host, self.free[item.lane], self.free["device"] if touches_device else 0.0)
-        self.items.append(replace(item, start=start))
-        self.free[item.lane] = self.ready[node] = start + item.seconds
+    def _start(self, node: fx.Node, lane: str, seconds: float) -> float:
+        after = ["host", lane, *["device"] * (lane == "between ranks" or "device" in lane)]
+        start = max(self.free[each] for each in after)
+        self.free[lane] = self.ready[node] = start + seconds
+        return start
 
     def _communicate(self, node: fx.Node, one: Collective) -> None:
-        seconds = seconds_of(node, self.mesh, self.hardware, self.memories)
-        source = str(one.source or "")
-        item = Item(one.kind, one.axes, self.phases[node], source, sent=one.bytes, seconds=seconds)
-        self._run(node, replace(item, parameters=one.parameters))
+        seconds = self.hardware.collective(one, self.mesh)
+        known = one.kind, one.axes, self.phases[node], str(one.source or "")
+        start = self._start(node, "between ranks", seconds)
+        self.items.append(Item(*known, 0, 0, one.bytes, seconds, start=start, parameters=one.parameters))
         if not is_started(node, self.mesh):
             self._wait([node])
 
     def _compute(self, node: fx.Node) -> None:
-        done, nbytes, source = flops(node), bytes_moved(node), str(info(node).source or "")
-        what, seconds = "products" if done else "other ops", seconds_of(node, self.mesh, self.hardware, self.memories)
-        paths: tuple[str, ...] = ()
+        done, nbytes, dtype = flops(node), bytes_moved(node), _dtype(node)
+        what, lane, paths = "products" if done else "other ops", "device", tuple[str, ...]()
         if is_move(node):
-            nbytes, what = info(node).nbytes, " → ".join(_ends(node, self.memories))
-            paths = info(node).parameters or (info(moved_value(node)).path or self.paths.get(node, ""),)
+            ends = [kind_of_memory(self.memories[each]) for each in (moved_value(node), node)]
+            nbytes, lane = info(node).nbytes, " → ".join(ends)
+            what, paths = lane, info(node).parameters or (info(moved_value(node)).path or self.paths.get(node, ""),)
+            link = self.hardware.disk if "disk" in ends else self.hardware.host
+            seconds = link.seconds(nbytes / self.hardware.links_share)
         elif self.memories[node] == "host":
-            done, what = 0, "host ops"
-        self.flops[_dtype(node)] += done
-        item = Item(what, (), self.phases[node], source, flops=done, moved=nbytes, seconds=seconds, parameters=paths)
-        if what == "host ops":
-            self.items.append(replace(item, start=self.host))
-            self.host += seconds
-            return
-        self._run(node, item)
+            seconds, done, what, lane = self.hardware.on_host(nbytes), 0, "host ops", "host"
+        else:
+            seconds = self.hardware.compute(done, nbytes, dtype)
+        self.flops[dtype] += done
+        known = what, (), self.phases[node], str(info(node).source or "")
+        start = self._start(node, lane, seconds)
+        self.items.append(Item(*known, done, nbytes, 0, seconds, start=start, parameters=paths))
         if is_move(node) and node not in self.moves:
             self._wait([node])
-
-
-def seconds_of(node: fx.Node, mesh: Mesh, hardware: Hardware, memories: Mapping[fx.Node, str]) -> float:
-    """Return the duration of an op or a collective if nothing else runs."""
-    collective = collective_of(node, mesh)
-    if collective is not None and collective.bytes:
-        return hardware.collective(collective, mesh)
-    if collective is not None or primitive_name(node) is not None or view_base(node) is not None:
-        return 0.0
-    if is_move(node):
-        link = hardware.disk if "disk" in _ends(node, memories) else hardware.host
-        return link.seconds(info(node).nbytes / hardware.links_share)
-    if memories[node] == "host":
-        return hardware.on_host(bytes_moved(node))
-    return hardware.compute(flops(node), bytes_moved(node), _dtype(node))
-
-
-def _ends(move: fx.Node, memories: Mapping[fx.Node, str]) -> list[str]:
-    return [kind_of_memory(memories[each]) for each in (moved_value(move), move)]
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 _PRECEDENCE = {"device": 0, "host": 1, "between ranks": 2}  # of what runs at the same time, moves last
 
@@ -40,9 +40,10 @@ class Item:
         return "host" if self.what == "host ops" else "device"
 
 
-def exposed_of(items: Sequence[Item]) -> list[float]:
-    """Return the seconds of each item in which nothing runs that precedes it."""
-    found, running = [0.0] * len(items), list[int]()
+def with_exposed(items: Sequence[Item]) -> Iterator[Item]:
+    """Yield items with the seconds of each in which nothing runs that precedes it."""
+    precedence = [_PRECEDENCE.get(item.lane, 3) for item in items]
+    exposed, running = [0.0] * len(items), list[int]()
     starting = deque(sorted(range(len(items)), key=lambda index: items[index].start))
     edges = sorted({edge for item in items for edge in (item.start, item.end)})
     for begin, end in itertools.pairwise(edges):
@@ -50,5 +51,6 @@ def exposed_of(items: Sequence[Item]) -> list[float]:
             running.append(starting.popleft())
         running = [index for index in running if items[index].end > begin]
         if running:
-            found[min(running, key=lambda index: _PRECEDENCE.get(items[index].lane, 3))] += end - begin
-    return found
+            exposed[min(running, key=precedence.__getitem__)] += end - begin
+    for index, item in enumerate(items):
+        yield replace(item, exposed=exposed[index] if precedence[index] else item.seconds)
