@@ -20,7 +20,7 @@ from ..quantities import readable_bytes
 from . import extra_memory
 from .aliasing import mutated_operands, view_base
 from .memories import memories_of
-from .memory_moves import moves_of, waits_of
+from .memory_moves import may_outlast, moves_of, waits_of
 
 aten = torch.ops.aten
 
@@ -173,7 +173,8 @@ class StorageTable:
         held = sum(size for storage, size in own.items() if storage not in self.spans)
         lifetimes = self.spans_in_flight if in_flight else self.spans
         spans = {storage: span for storage, span in lifetimes.items() if storage in own}
-        return tuple(held + alive for alive in self.alive(spans))
+        before = {storage: (0, at - 1) for storage, at in self.arriving.items() if in_flight and at and storage in own}
+        return tuple(held + alive + more for alive, more in zip(self.alive(spans), self.alive(before), strict=True))
 
     def alive(self, spans: Mapping[Storage, tuple[int, int]]) -> list[int]:
         changes = [0] * (len(self.nodes) + 1)
@@ -248,8 +249,18 @@ class StorageTable:
         """`last_uses`, if the worker of a link reads the operand of a move until a rank waits for the move."""
         found = dict(self.last_uses)
         for move, at in self.waits.items():
-            for storage in (*self.storages[move], *self.storages[moved_value(move)]):
+            for storage in (*self.storages[move], *self.storages[moved_value(move)]) if is_move(move) else ():
                 found[storage] = max(found[storage], at - 1)
+        return found
+
+    @functools.cached_property
+    def arriving(self) -> dict[Storage, int]:
+        """Position of the op before which a rank waits for what the last step may still move, by what it copies."""
+        found: dict[Storage, int] = {}
+        for new, old in may_outlast(self.traced, self.waits).items():
+            if self.waits[new] == len(self.nodes):  # it ends in no step before
+                for storage in self.storages[moved_value(new)]:
+                    found[storage] = max(found.get(storage, 0), self.waits[old])
         return found
 
     def op(self, at: int) -> str:

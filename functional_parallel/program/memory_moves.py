@@ -85,9 +85,13 @@ def ended_before(order: Sequence[fx.Node], moves: Collection[MemoryMove]) -> dic
 
 
 def waits_of(traced: Traced, order: Sequence[fx.Node], moves: Collection[MemoryMove]) -> dict[fx.Node, int]:
-    """Map each move to the position of the op before which a rank waits for it; after the last op for results."""
+    """Map each move to the position of the op before which a rank waits for it; after the last op for results.
+
+    An input that the last step may still move is waited for in the same way.
+    """
     readers, ended = readers_before_writes(traced), ended_before(order, moves)
-    found = {move.node: len(order) for move in moves}
+    nodes = [move.node for move in moves]
+    found = dict.fromkeys([*nodes, *may_outlast(traced, nodes).values()], len(order))
     for at in reversed(range(len(order))):
         node = order[at]
         for each in (*operands_of(node), *readers.get(node, ()), *ended.get(node, ())):

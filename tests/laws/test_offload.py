@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.ir import info
-from functional_parallel.ops import kind_of_memory
+from functional_parallel.ops import kind_of_memory, moved_value
 from functional_parallel.pipelines import PipelineProgram
-from functional_parallel.program import memories_of, memory_moves
+from functional_parallel.program import StorageTable, memories_of, memory_moves
 from sharding_specs import Mesh
 
 from ..memories import tracked_memories, zeros_on_device
 from ..passes.networks import SPLIT, batch, loss, parameters
 from ..pipelines.test_memory import OneRank
 from ..processes import run_on_processes
-from ..program.test_memory import filled, flat_function
+from ..program.test_memory import HeldMove, filled, flat_function, moves_beside
 
 OPTIMIZERS = {
     "adamw": fp.optim.adamw(1e-2),
@@ -81,8 +81,19 @@ def measured(program: Any, in_flight: bool = False) -> list[dict[str, int]]:
         return [one(program, rank).peak() for rank in range(program.schedule.ranks)]  # type: ignore[misc]
     inputs = {node: filled(info(node).val) for node in program.traced.inputs}
     run = flat_function(program, zeros_on_device, in_flight)
-    with torch.no_grad(), tracked_memories(inputs, list(program.traced.constants.values()), memory_of) as tracker:
-        run(list(inputs.values()))
+    table = StorageTable("", program.traced)
+    late = {old: table.storages[moved_value(new)][0] for old, new in moves_beside(program)[2].items() if in_flight}
+    copied = {storage: torch.zeros(table.sizes[storage], dtype=torch.uint8) for storage in late.values()}
+
+    def place(key: Any) -> str:
+        return table.memories[key[0]] if key in copied else memory_of(key)
+
+    every, constants = {**inputs, **copied}, list(program.traced.constants.values())
+    values = [HeldMove(x, copied[late[node]]) if node in late else x for node, x in inputs.items()]
+    with torch.no_grad(), tracked_memories(every, constants, place) as tracker:
+        every.clear()
+        copied.clear()
+        run(values)
     return [tracker.peaks]
 
 

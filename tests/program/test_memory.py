@@ -15,8 +15,9 @@ import functional_parallel as fp
 from functional_parallel.collectives import COMMUNICATING
 from functional_parallel.ir import info, operands_of
 from functional_parallel.ir.graph import primitive_name
-from functional_parallel.program import ended_before, readers_before_writes
+from functional_parallel.program import ended_before, may_outlast, readers_before_writes
 from functional_parallel.runtime.execution.codegen import Writer
+from functional_parallel.runtime.handles import PendingMove
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh, split
 
@@ -33,14 +34,27 @@ OPTIMIZERS = {
 }
 
 
-class HeldMove:
+class HeldMove(PendingMove):
     """A move that has not ended when it is waited for: it holds its operands until then."""
 
-    def __init__(self, node: torch.fx.Node, *operands: torch.Tensor) -> None:
-        self.operands, self.result = operands, node.target(*operands, node.args[-1], **node.kwargs)
+    def __init__(self, result: torch.Tensor, *operands: torch.Tensor) -> None:
+        self.target, self.operands = result, operands
 
     def wait(self) -> torch.Tensor:
-        return self.result
+        return self.target
+
+
+def started_move(node: torch.fx.Node, *operands: torch.Tensor) -> HeldMove:
+    return HeldMove(node.target(*operands, node.args[-1], **node.kwargs), *operands)
+
+
+def moves_beside(program: Any) -> tuple[set[torch.fx.Node], dict[Any, Any], dict[Any, Any]]:
+    """Moves that run beside ops, those that each one waits for, and the inputs that a move of the last step brings."""
+    moves = [move for move in program.moves() if move.is_started]
+    started, ended = {move.node for move in moves}, ended_before(list(program.traced.nodes), moves)
+    over = {node for each in ended.values() for node in each}
+    late = {old: new for new, old in may_outlast(program.traced, started).items() if new not in over}
+    return started, ended, late
 
 
 def flat_function(program: Any, zeros: Any = torch.zeros, in_flight: bool = False) -> Any:
@@ -48,17 +62,16 @@ def flat_function(program: Any, zeros: Any = torch.zeros, in_flight: bool = Fals
 
     With moves in flight, none ends before it is waited for, and they are waited for as on processes.
     """
-    order, readers = list(program.traced.nodes), readers_before_writes(program.traced)
-    moves = [move for move in program.moves() if in_flight and move.is_started]
-    started = {move.node for move in moves}
-    for node, ended in ended_before(order, moves).items():
+    readers = readers_before_writes(program.traced)
+    started, ends, late = moves_beside(program) if in_flight else (set(), {}, {})
+    for node, ended in ends.items():
         readers[node] = [*readers.get(node, ()), *ended]
 
     def line(node: torch.fx.Node, writer: Writer) -> str:
         if node in started:
             writer.pending.add(node)
             operands = ", ".join(writer.names[x] for x in operands_of(node))
-            return f"{writer.constant(partial(HeldMove, node))}({operands})"
+            return f"{writer.constant(partial(started_move, node))}({operands})"
         if primitive_name(node) is not None:
             aval = info(node).val
             if primitive_name(node) in COMMUNICATING or not operands_of(node):
@@ -69,7 +82,7 @@ def flat_function(program: Any, zeros: Any = torch.zeros, in_flight: bool = Fals
             return f"{writer.names[node.args[0]]}[{node.args[1]}]"
         return writer.call(node, lambda value: writer.names[value])
 
-    return Writer(program.traced, line, readers=readers).function()
+    return Writer(program.traced, line, readers=readers, pending=set(late)).function()
 
 
 def measured(program: Any) -> int:
