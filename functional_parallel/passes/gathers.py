@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,7 +50,8 @@ class GatherPlacement(ProgramPass):
         gathered = self._gathered(traced)
         if not self.keep:
             insert_recompute(traced, gathered)
-        GatherPlan(traced, self.axis, self.prefetch).place()
+        found = [node for node in traced.nodes if (call := _gather(node)) and self.axis in call.axes]
+        GatherPlan(traced, found, self.prefetch).place()
 
     def _gathered(self, traced: Traced) -> set[fx.Node]:
         """Return the forward's gathers, the values that they are computed from, and views and casts of their results.
@@ -69,15 +70,14 @@ class GatherPlacement(ProgramPass):
 
 
 class GatherPlan:
-    """Moves the gathers of parameters over one axis, layer by layer."""
+    """Places gathers of parameters, or moves to the device, layer by layer."""
 
-    def __init__(self, traced: Traced, axis: str, prefetch: int) -> None:
+    def __init__(self, traced: Traced, found: Sequence[fx.Node], prefetch: int) -> None:
         self.prefetch = prefetch
         self.ordered = list(traced.graph.nodes)
         self.position = {node: index for index, node in enumerate(self.ordered)}  # before any op is moved
-        found = [node for node in traced.nodes if (call := _gather(node)) and axis in call.axes]
-        self.gathers = sorted((self._uses(gather)[0], gather) for gather in found)  # by position of the first use
         self.moved = {gather: self._with_views(gather) for gather in found}  # and what moves along
+        self.gathers = sorted((self.first_use(gather), gather) for gather in found)
         self.is_moved = {node for steps in self.moved.values() for step in steps for node in step}
         self.released = self._released()
 
@@ -102,14 +102,14 @@ class GatherPlan:
 
     def _starts(self, gathers: list[fx.Node], ahead: int, first_use: int) -> list[int]:
         earliest = max(self.released[gather] for gather in gathers)
-        latest = min(first_use, *(self._next_gather(gather) for gather in gathers))
+        latest = min(first_use, *(self.next_gather(gather) for gather in gathers))
         together = min(max(ahead, earliest), latest)
         if together >= earliest:
             return [together] * len(gathers)
         return [self._start(gather, max(ahead, self.released[gather])) for gather in gathers]
 
     def _start(self, gather: fx.Node, wanted: int) -> int:
-        return min(wanted, self._uses(gather)[0], self._next_gather(gather))
+        return min(wanted, self._uses(gather)[0], self.next_gather(gather))
 
     def _released(self) -> dict[fx.Node, int]:
         last: defaultdict[Hashable, int] = defaultdict(int)  # the first op is a parameter
@@ -126,12 +126,17 @@ class GatherPlan:
             position += 1
         return position
 
+    def first_use(self, gather: fx.Node) -> int:
+        """Return the position before which a gather must have ended."""
+        return self._uses(gather)[0]
+
     def _uses(self, gather: fx.Node) -> list[int]:
         """Return the positions of the ops that compute with a gathered parameter; the graph's end if there are none."""
-        met = reached([gather], lambda node: node.users if _moves(node) else ())
-        return sorted(self.position[each] for each in met if not _moves(each)) or [max(self.position.values())]
+        passed = reached([gather], lambda node: filter(_moves, node.users))
+        users = {user for node in passed for user in node.users if user not in passed}
+        return sorted(map(self.position.__getitem__, users)) or [max(self.position.values())]
 
-    def _next_gather(self, gather: fx.Node) -> int:
+    def next_gather(self, gather: fx.Node) -> int:
         users = [user for node in (gather, *self.moved[gather][2]) for user in node.users]
         return min((self.position[user] for user in users if _gather(user)), default=len(self.ordered) - 1)
 

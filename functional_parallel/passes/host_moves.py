@@ -164,6 +164,7 @@ def _pack_before_moves(traced: Traced) -> None:
         if not all(each.target is TO_MEMORY and each.args[1] == "device" and len(each.users) == 1 for each in moves):
             continue
         first = moves[0]
+        max(moves).append(pack)  # which may be some layers before the gather
         with traced.graph.inserting_after(pack):
             moved = traced.call(TO_MEMORY, (pack, "device"), info(pack), first.kwargs)
         pack.replace_all_uses_with(moved, delete_user_cb=lambda user, moved=moved: user is not moved)

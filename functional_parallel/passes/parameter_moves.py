@@ -1,6 +1,6 @@
-"""Place the moves of parameters that are at rest in another memory: just before their use, again for the backward.
+"""Place the moves of parameters that are at rest in another memory: some layers ahead of their use, or their gather.
 
-A move before a gather belongs to the gather, whose placement includes it.
+The backward moves them again. So one layer is computed while the next ones move (ZeRO-Infinity, arXiv 2104.07857 §6.2).
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Role, Traced, forward_nodes, info, reached
-from ..ops import TO_MEMORY, moved_value
-from .gathers import is_gather, only_rearranges
+from ..ir import Role, Traced, first_operand, forward_nodes, info, reached
+from ..ops import TO_MEMORY, is_move, moved_value
+from .gathers import GatherPlan, is_gather, only_rearranges
 from .program_pass import Phase, ProgramPass
 from .recompute import insert_recompute
 
 
 @dataclass(frozen=True)
 class ParameterMoves(ProgramPass):
-    """Move each parameter to the device before each use, and drop it after it."""
+    """Move each parameter to the device `ahead` layers before each use, and drop it after it.
 
+    The move of a parameter that is gathered precedes the gather by so many layers, and its read from a disk the move.
+    """
+
+    ahead: int = 1
     name: ClassVar[str] = "parameter moves"
     phase: ClassVar[Phase] = Phase.GATHERS
 
@@ -33,14 +37,17 @@ class ParameterMoves(ProgramPass):
     def run(self, traced: Traced, mesh: Mesh) -> None:
         _read_at_use(traced)
         insert_recompute(traced, self.per_microbatch(traced))
-        position = {node: index for index, node in enumerate(traced.graph.nodes)}
-        for move in list(_moves(traced)):
-            moved = _with_views(move)
-            uses = [user for each in moved for user in each.users if user not in moved and user.op != "output"]
-            if uses:
-                first = min(uses, key=position.__getitem__)
-                for each in moved:
-                    first.prepend(each)
+        at_rest = [move for move in _to_device(traced) if _is_of_input(move)]
+        FetchPlan(traced, [move for move in _moves(traced) if self.ahead == 0 or move not in at_rest], 0).place()
+        if self.ahead:
+            FetchPlan(traced, at_rest, self.ahead).place()
+        reads = dict.fromkeys(moved_value(move) for move in _to_device(traced) if is_move(moved_value(move)))
+        GatherPlan(traced, list(reads), self.ahead).place()
+
+
+class FetchPlan(GatherPlan):
+    def first_use(self, gather: fx.Node) -> int:
+        return min(super().first_use(gather), self.next_gather(gather))
 
 
 def _read_at_use(traced: Traced) -> None:
@@ -54,10 +61,21 @@ def _read_at_use(traced: Traced) -> None:
 
 
 def _moves(traced: Traced) -> Iterator[fx.Node]:
-    for node in traced.nodes:
-        is_move = node.target is TO_MEMORY and node.args[1] == "device" and info(node).role is Role.PARAMETER
-        if is_move and not any(is_gather(user) for each in _with_views(node) for user in each.users):
+    for node in _to_device(traced):
+        if not any(is_gather(user) for each in _with_views(node) for user in each.users):
             yield node
+
+
+def _to_device(traced: Traced) -> Iterator[fx.Node]:
+    for node in traced.nodes:
+        if node.target is TO_MEMORY and node.args[1] == "device" and info(node).role is Role.PARAMETER:
+            yield node
+
+
+def _is_of_input(value: fx.Node) -> bool:
+    while value.op == "call_function" and (is_move(value) or only_rearranges(value)):
+        value = moved_value(value) if is_move(value) else first_operand(value)
+    return bool(value.op == "placeholder")
 
 
 def _with_views(move: fx.Node) -> dict[fx.Node, None]:

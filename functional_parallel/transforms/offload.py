@@ -15,7 +15,7 @@ from sharding_specs.rules import matches_within
 from ..functions import LocalFunction, PyTree, Request, Resolved, SpecTree, explain_keywords
 from ..ops import disk, memory_now, require_memory, to_memory
 from ..passes import HostMoves, MovedResiduals, ParameterMoves, UpdateGroups
-from ..quantities import is_number, parse_bytes
+from ..quantities import is_number, is_positive_int, parse_bytes
 from ..requests import OffloadedState, Order, RunPass
 from .transform import Transform
 
@@ -54,6 +54,10 @@ class offload(Transform):
         path: a folder on the disk.
         group: most bytes of state outside of the device that are updated at the same time, or one parameter's.
 
+        ahead: number of layers between the move of a layer's parameters to the device and their use, or their gather,
+            and between their read from a disk and this move. By default 1, and 0 for memories by patterns, such as
+            those of a device map, which counts one layer.
+
     Raises:
         ValueError: for an unknown memory, if nothing moves, for a fraction that is not above 0 and at most 1, a size
             that is none, or a missing path.
@@ -68,6 +72,7 @@ class offload(Transform):
     at_least: int | str = "64KiB"
     path: str | None = None
     group: int | str = "256MiB"
+    ahead: int | None = None
     order: ClassVar[Order] = Order.MEMORY
 
     def __post_init__(self) -> None:
@@ -81,6 +86,8 @@ class offload(Transform):
         if self.state == self.parameters == self.activations == "device":
             raise ValueError(f"{self.name} moves nothing: pass state=, parameters= or activations='host'")
         parse_bytes(self.group)
+        if self.ahead not in (None, 0) and not is_positive_int(self.ahead):
+            raise ValueError(f"{self.name}: ahead={self.ahead!r} is no number of layers, an integer of at least 0")
         if not (is_number(self.fraction) and 0 < self.fraction <= 1):
             raise ValueError(f"{self.name}: fraction is the share of the bytes, above 0 and at most 1")
         parse_bytes(self.at_least)  # raises for another text
@@ -104,7 +111,9 @@ class offload(Transform):
         def call(resolved: Resolved, params: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
             return f.run(resolved, optree.tree_map(_on_device, params), *batch)
 
-        return local.then(call, resolver=self._at_rest).requesting(RunPass(ParameterMoves()))
+        ahead = 0 if isinstance(self.parameters, Mapping) else 1
+        moves = ParameterMoves(ahead if self.ahead is None else self.ahead)
+        return local.then(call, resolver=self._at_rest).requesting(RunPass(moves))
 
     def _at_rest(self, resolved: Resolved) -> Resolved:
         count, paths = len(resolved.update), tree_paths(resolved.args[0])

@@ -41,7 +41,7 @@ def main(is_on_disk: bool, limit: int) -> None:
     params, _ = split(gpt.init(CONFIG, 0))
     states = 16 * sum(x.numel() for x in optree.tree_leaves(params))  # parameters, gradients and two moments
     tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
-    away = fp.offload(state="disk", parameters="disk", path=tempfile.gettempdir(), group="256KiB")
+    away = fp.offload(state="disk", parameters="disk", path=tempfile.gettempdir(), group="256KiB", ahead=0)
     plan = fp.chain(fp.remat(), fp.zero(0, "data"), *[away] * is_on_disk)
     budget = fp.Memory(device=states // 8) if is_on_disk else None
     train = fp.train_step(

@@ -257,9 +257,9 @@ def _offloads(values: Mapping[str, Any]) -> Iterator[Transform]:
     for each in [{what: memory} for what, memory in memories.items()] if apart else [memories]:
         path = next((folders[what] for what in each if what in folders), None)
         is_bounded = each.get("state") == "disk" and group != KEYS[_GROUP].default
-        options = {"group": _STATE_BYTES * group} if is_bounded else {}
+        options: dict[str, Any] = {**each, "group": _STATE_BYTES * group} if is_bounded else {**each}
         if {*each.values()} != {"device"}:
-            yield offload(**each, fraction=float(values[_RATIO]) or 1.0, path=path, **options)
+            yield offload(fraction=float(values[_RATIO]) or 1.0, path=path, **options)
 
 
 def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str | None, LossScale | float | None]:
