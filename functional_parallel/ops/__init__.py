@@ -29,6 +29,7 @@ from .to_memory import (
     moved_value,
     require_memory,
     room_for,
+    to_device,
     to_memory,
 )
 from .wire import DEQUANTISE, DEQUANTISE_SUM, QUANTISE, wire_bytes

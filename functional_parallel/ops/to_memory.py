@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +26,7 @@ from .disk_blocks import empty_on_disk, folder_of, is_on_disk, read, require_fol
 
 MEMORIES = ("device", "host", "disk")
 _CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 def to_memory(x: Tensor, memory: str) -> Tensor:
@@ -188,6 +189,12 @@ def memory_now(x: Tensor) -> str | None:
     for each in topological_order(node, operands_of, known):
         known[each] = memory_after(each, known.__getitem__)
     return known[node]
+
+
+def to_device(leaf: T) -> T | Tensor:
+    """Return a recorded value on the device: moved, if it is elsewhere. Other leaves stay."""
+    is_elsewhere = isinstance(leaf, Tensor) and memory_now(leaf) not in ("device", None)
+    return to_memory(leaf, "device") if is_elsewhere else leaf  # type: ignore[arg-type]
 
 
 class NumberBeside:

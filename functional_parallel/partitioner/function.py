@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import optree
 import torch
@@ -43,7 +43,7 @@ from ..functions import (
     specs_per_leaf,
 )
 from ..ir import Aval, Traced, hollow, info, leaf_signature
-from ..ops import memory_now, to_memory
+from ..ops import to_device
 from ..rules import REDUCED, REPLICATED, AxisLayout, Owned, Shard, TargetLayout, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
@@ -51,7 +51,6 @@ from .region import axis_layout_of
 from .run import run_partitioned
 from .values import PartitionedValue
 
-T = TypeVar("T")
 Specs = Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
 ResolvedSpecs = Callable[[Resolved], tuple[SpecTree, ...]]  # from the layouts of the function inside
 
@@ -177,7 +176,8 @@ class _Partition:
         register_dataclasses(args)
         specs = resolved.own
         leaves, tree = optree.tree_flatten(args)
-        leaves = [_on_device(*each) for each in zip(leaves, resolved.specs, strict=True)]
+        rest = zip(leaves, resolved.specs, strict=True)
+        leaves = [leaf if spec.memory == "device" else to_device(leaf) for leaf, spec in rest]
         places = [axis_layout_of(spec, self.axis, self.f.applied.axes) for spec in specs]
         given, held, owner = leaves, places, self.how.owner
         if owner is None:
@@ -320,12 +320,6 @@ class _Partition:
             paths = tree_paths(optree.tree_unflatten(tree, leaves))
             traced = prepare(trace(flat, avals, forward_only=True, paths=[paths[index] for index in tensors]))
         return _Entry(traced, *rest())
-
-
-def _on_device(leaf: T, spec: P) -> T | torch.Tensor:
-    """Move an argument to the device, if it is at rest elsewhere, and no code around the function has moved it."""
-    is_elsewhere = isinstance(leaf, torch.Tensor) and spec.memory != "device" and memory_now(leaf) == spec.memory
-    return to_memory(leaf, "device") if is_elsewhere else leaf  # type: ignore[arg-type]
 
 
 def _as_tuple(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:

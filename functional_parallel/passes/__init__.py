@@ -17,6 +17,7 @@ from .host_moves import HostMoves
 from .in_place import WRITES_IN_PLACE, InPlaceUpdates
 from .microbatches.rounds import MicrobatchRounds, names_axis
 from .microbatches.split import microbatch_splits, shard_aval
+from .microbatches.sums_on_host import SumsOnHost
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import bounds_of_part, combine_op, microbatch_dim, with_dim_size, with_global_size
 from .moved_residuals import MovedResiduals

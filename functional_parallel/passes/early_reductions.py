@@ -15,6 +15,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Role, Traced, collective_call, info, operands_of
+from ..ops import TO_MEMORY
 from .program_pass import Phase, ProgramPass, Scope
 from .swap import commutes_with_sum, is_cast
 
@@ -47,7 +48,7 @@ class EarlyReductions(ProgramPass):
 
 
 def _moved_on_the_way(total: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Return the last gradient that is summed, and the ops from it to its sum: casts, views, padding and additions."""
+    """Return the last gradient that is summed, and the ops from it to its sum: casts, views, moves and additions."""
     chain = [total]
     while _only_moves(gradient := max(operands_of(chain[0]))):
         chain.insert(0, gradient)
@@ -55,4 +56,4 @@ def _moved_on_the_way(total: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _only_moves(node: fx.Node) -> bool:
-    return commutes_with_sum(node) or is_cast(node) or node.target is aten.add.Tensor
+    return commutes_with_sum(node) or is_cast(node) or node.target in (aten.add.Tensor, TO_MEMORY)

@@ -7,7 +7,7 @@ New parameters are packed on the host, and the pack moves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -42,6 +42,7 @@ class HostMoves(ProgramPass):
         whole = _move_wholes(traced, gradients)
         for move in whole:
             _place_early(move)
+        _add_early(traced, whole)
         _sum_squares_early(traced, {first_operand(move) for move in whole})
         _pack_before_moves(traced)
 
@@ -111,6 +112,15 @@ def _on(aval: Aval, like: fx.Node) -> Aval:
     return replace(aval, device=info(like).aval.device)
 
 
+def _add_early(traced: Traced, moves: Iterable[fx.Node]) -> None:
+    """Add the gradients of microbatches when they are on the host, so that only their sum waits there."""
+    there = set(moves)
+    for node in list(traced.nodes):
+        if (is_view(node) or node.target is aten.add.Tensor) and there.issuperset(operands_of(node)):
+            there.add(node)
+            _place_early(node)
+
+
 def _sum_squares_early(traced: Traced, moved: set[fx.Node]) -> None:
     """Sum the squares of each gradient where it is, added in the same order, so that no gradient waits for the last."""
     for node in list(traced.nodes):
@@ -159,7 +169,7 @@ def _place_early(node: fx.Node) -> None:
 
 
 def _pack_before_moves(traced: Traced) -> None:
-    for pack in [node for node in traced.nodes if node.target is PACK]:
+    for pack in [node for node in traced.nodes if node.target in (PACK, aten.cat.default)]:
         moves = list(pack.args[0])
         if not all(each.target is TO_MEMORY and each.args[1] == "device" and len(each.users) == 1 for each in moves):
             continue

@@ -23,6 +23,7 @@ from ..ir import Traced, first_operand, info, operands_of, primitive_name
 from ..ops import ADAMW, ADAMW_IN_PLACE, MOVE_INTO, PACK, SLICE_SCATTER_IN_PLACE, TO_MEMORY, UNPACK, UNPACK_INTO
 from ..program import aliases_of, memories_of, shares_memory, storage_root
 from .program_pass import Phase, ProgramPass, Scope, Settings
+from .update_groups import is_gradient_fetch
 
 aten = torch.ops.aten
 
@@ -88,6 +89,7 @@ def _merge_all(traced: Traced, new: dict[fx.Node, fx.Node]) -> None:
     for node in position:
         read = [] if node.target is operator.getitem else operands_of(node)
         asked = {waiting.get(value.args[0]) for value in read if value.target is operator.getitem}
+        asked.update(open_ if is_gradient_fetch(node) else ())  # of the next group: those of this one are released
         for key in [key for key in open_ if key in asked] if asked else ():
             _merge(traced, open_.pop(key), new, returned, before=node)
         if node.target is ADAMW and _may_be_overwritten(node, position, returned):

@@ -17,6 +17,7 @@ from .host_moves import HostMoves
 from .in_place import InPlaceUpdates
 from .microbatches.one_microbatch import SumsOfOneMicrobatch
 from .microbatches.sequential import SequentialMicrobatches
+from .microbatches.sums_on_host import SumsOnHost
 from .microbatches.sums_once import ReduceOncePerStep, ReducePerMicrobatch
 from .microbatches.unroll import UnrollMicrobatches
 from .moved_residuals import MovedResiduals
@@ -44,6 +45,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (ReduceDtype, "`mixed_precision`"),
     (WidenedAndNarrowed, "`mixed_precision`"),
     (ReducePerMicrobatch, '`accumulate(reduce="each")`'),
+    (SumsOnHost, "`offload(gradients=…)`"),
     (UnrollMicrobatches, "`accumulate`"),
     (SumsOfOneMicrobatch, "`pipeline(…, microbatches=1)`"),
     (SeparateLayers, "`pipeline`"),

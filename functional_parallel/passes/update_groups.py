@@ -15,12 +15,13 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, info, operands_of, primitive_name, reached, topological_order, update_info
-from ..ops import TO_MEMORY, is_move, is_number, moved_value
+from ..ir import Role, Traced, info, operands_of, primitive_name, reached, topological_order, update_info
+from ..ops import PACK, TO_MEMORY, is_move, is_number, moved_value
+from ..program import aliases_of
 from .gathers import only_rearranges
 from .program_pass import Phase, ProgramPass, Scope
 
-_OpsOf = Mapping[fx.Node, Sequence[fx.Node]]  # the late ops of each store
+_OpsOf = Mapping[fx.Node, Sequence[fx.Node]]  # the late ops of each store, or other last op of an update
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,19 @@ class UpdateGroups(ProgramPass):
     scope: ClassVar[Scope] = Scope.STAGE
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
-        stores = _stores(traced) or _kept(traced)
+        stores, gradients = _stores(traced) or _kept(traced), list(filter(is_gradient_fetch, traced.nodes))
         nodes = list(traced.nodes)
         position = {node: index for index, node in enumerate(nodes)}
-        fetches = set(stores.values())
+        fetches = {*stores.values(), *gradients}
         late = set(reached(fetches, lambda node: [user for user in node.users if user in position]))
         late.update(_waiting_inputs(nodes, late))
         for node in late:
             update_info(node, phase="update")
         ops = {store: _late_ops(store, late) for store in stores}
-        cones = [_Cone(unit, ops, late, position) for unit in _units(stores, ops)]
+        grouped = set().union(*ops.values())
+        alone = [each for each in gradients if each not in grouped]  # of state on the device, or without state
+        ops.update((last, _late_ops(last, late)) for last in _last_ops(alone, late))
+        cones = [_Cone(unit, ops, late, position) for unit in _units(fetches, ops)]
         groups = list(_filled(cones, self.size))
         is_fetched = any(fetch.op == "call_function" for fetch in fetches)
         if not is_fetched and len(groups) < 2:
@@ -61,7 +65,7 @@ class UpdateGroups(ProgramPass):
 class _Unit:
     """State that is updated together, usually that of one parameter."""
 
-    stores: tuple[fx.Node, ...]
+    last: tuple[fx.Node, ...]
     fetches: tuple[fx.Node, ...]
 
 
@@ -69,12 +73,13 @@ class _Cone:
     """The late ops of a unit, in order, and the position of the last other op that they need."""
 
     def __init__(self, unit: _Unit, ops_of: _OpsOf, late: Collection[fx.Node], position: Mapping[fx.Node, int]) -> None:
-        ops = {op: None for store in unit.stores for op in ops_of[store]}
+        ops = {op: None for last in unit.last for op in ops_of[last]}
         read = {value: None for op in ops for value in operands_of(op) if value not in late}
-        others = (user for value in read if value.op == "placeholder" for user in value.users if user not in late)
+        inputs = (alias for value in read if value.op == "placeholder" for alias in aliases_of(value))
+        others = (user for value in inputs for user in value.users if user not in late)
         self.ops = [op for op in ops if op.op == "call_function"]
         self.ready = max((position.get(each, 0) for each in (*read, *others)), default=0)  # later, inputs are written
-        old = (op for op in self.ops if is_move(op) and moved_value(op).op == "placeholder")
+        old = (op for op in self.ops if is_gradient_fetch(op) or (is_move(op) and moved_value(op).op == "placeholder"))
         self.fetches, self.bytes = dict.fromkeys(old), sum(info(fetch).nbytes for fetch in unit.fetches)
 
 
@@ -104,6 +109,21 @@ def _kept(traced: Traced) -> dict[fx.Node, fx.Node]:
     return found
 
 
+def is_gradient_fetch(node: fx.Node) -> bool:
+    """Whether an op moves a gradient to the device for the update."""
+    return node.target is TO_MEMORY and node.args[1] == "device" and info(node).role is Role.GRADIENT
+
+
+def _last_ops(gradients: Collection[fx.Node], late: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the last ops of updates by these gradients, before new parameters are packed or gathered."""
+    ends = [node for node in late if node.target is PACK or primitive_name(node) == "all_gather"]
+    after = set(reached(ends, lambda node: [user for user in node.users if user in late]))
+    for node in reached(gradients, lambda node: [user for user in node.users if user in late]):
+        is_last = any(user in after or user.op == "output" for user in node.users)
+        if is_last and node not in after and not is_number(node):
+            yield node
+
+
 def _waiting_inputs(nodes: Sequence[fx.Node], late: Collection[fx.Node]) -> set[fx.Node]:
     """Return the ops that only late ones read, if they are views and casts, or cheap ops on inputs, such as moves."""
     of_inputs, found = set[fx.Node](), set[fx.Node]()
@@ -127,14 +147,14 @@ def _late_ops(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
     return list(done)
 
 
-def _units(stores: Mapping[fx.Node, fx.Node], ops_of: _OpsOf) -> list[_Unit]:
-    """Join the stores whose ops have a fetch in common."""
-    fetches, units = set(stores.values()), dict[fx.Node, _Unit]()  # by each of its fetches
-    for store in stores:
-        read = {op: None for op in ops_of[store] if op in fetches}
+def _units(fetches: Collection[fx.Node], ops_of: _OpsOf) -> list[_Unit]:
+    """Join the last ops whose ops have a fetch in common."""
+    units = dict[fx.Node, _Unit]()  # by each of its fetches
+    for last, ops in ops_of.items():
+        read = {op: None for op in ops if op in fetches}
         joined = list({id(units[op]): units[op] for op in read if op in units}.values())
         read.update((op, None) for unit in joined for op in unit.fetches)
-        merged = _Unit((*(each for unit in joined for each in unit.stores), store), tuple(read))
+        merged = _Unit((*(each for unit in joined for each in unit.last), last), tuple(read))
         units.update(dict.fromkeys(read, merged))
     return list({id(unit): unit for unit in units.values()}.values())
 
@@ -167,7 +187,7 @@ class _Order:
             self._add(node for node in self.nodes[at:ready] if node not in self.late)
             at = max(at, ready)
             for later in groups[number : number + ahead + 1]:
-                self._add(fetch for cone in later for fetch in cone.fetches)
+                self._add(each for cone in later for each in cone.fetches if self._is_known(each))
             self._add(op for cone in group for op in cone.ops)
             self._release()
         self._add(node for node in self.nodes[at:] if node not in self.late)
@@ -177,11 +197,14 @@ class _Order:
     def _add(self, nodes: Iterable[fx.Node]) -> None:
         self.found.update(dict.fromkeys(nodes))
 
+    def _is_known(self, op: fx.Node) -> bool:
+        return all(value in self.found for value in operands_of(op) if value.op == "call_function")
+
     def _release(self) -> None:
         """Add the late ops whose operands are known."""
         left = []
         for op in self.waiting:
-            if op in self.found or all(value in self.found for value in operands_of(op) if value.op == "call_function"):
+            if op in self.found or self._is_known(op):
                 self._add([op])
             else:
                 left.append(op)

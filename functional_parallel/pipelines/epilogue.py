@@ -17,6 +17,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..ir import Aval, info, operands_of, primitive_name, update_info
+from ..ops import is_move
 from ..program import aliases_of, memories_of, storage_root, view_base
 from .epilogue_graph import EpilogueGraph, EpilogueInput
 from .extract import Extractor, Subprogram
@@ -178,14 +179,22 @@ class EpilogueBuilder:
         self.count = max(self.level.values(), default=0) + 1
 
     def _slices_late(self) -> None:
-        """Move views and slices of inputs to the level of their first user: an update must see its target."""
+        """Move views, slices and fetches of inputs to the level of their first user: an update must see its target."""
         for node in reversed(list(self.traced.nodes)):
-            if (view_base(node) is None and primitive_name(node) != "pscatter") or self.wanted[node] - self.at[node]:
+            if not self._waits(node) or self.wanted[node] - self.at[node]:
                 continue
             for rank in self.at[node]:
                 users = [self.level[user, rank] for user in node.users if (user, rank) in self.level]
                 if users and node not in self.results:
                     self.level[node, rank] = min(users)
+
+    def _waits(self, node: fx.Node) -> bool:
+        """Whether an op runs at the level of its first user: a view or slice, or a fetch of an input for the update."""
+        value = node
+        while is_move(value) or view_base(value) is not None or primitive_name(value) == "pscatter":
+            value = operands_of(value)[0]
+        is_input = value in self.given and self.given[value].kind == "input"
+        return value is not node and (is_input or not is_move(node) or node.args[-1] == "device")
 
     def _arrives(self, node: fx.Node, rank: int) -> int:
         here = self.level.get((node, rank))

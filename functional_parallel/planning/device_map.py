@@ -28,6 +28,7 @@ class MapRow:
     memory: MemoryName
     bytes: int  # a tied weight counts in its first row
     follows: bool = False  # whether it is where it is only because of a tied weight
+    has_parameters: bool = True  # or only buffers, and further names of tied weights
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class DeviceMap:
     def by_path(self) -> dict[str, MemoryName]:
         """Return the rows as `fp.device_map` takes them for placement by hand."""
         return {row.path: row.memory for row in self.rows}
+
+    @property
+    def of_parameters(self) -> dict[str, MemoryName]:
+        """Return the rows with parameters, as `fp.offload` takes them."""
+        return {row.path: row.memory for row in self.rows if row.has_parameters}
 
     @property
     def devices(self) -> list[MemoryName]:
@@ -239,7 +245,8 @@ class _Placing:
             new = set(block.leaves) - seen
             seen |= new
             memory, follows = found.pop()
-            return [MapRow(block.path or "*", memory, bytes_of_leaves(new), follows)]
+            has_parameters = any((leaf.parameter or "/").startswith(block.path) for leaf in block.leaves)
+            return [MapRow(block.path or "*", memory, bytes_of_leaves(new), follows, has_parameters)]
         rows = list[MapRow]()
         for row in itertools.chain.from_iterable(self._rows(child, seen) for child in block.children):
             joined = _joined(rows[-1], row) if rows else None
@@ -271,7 +278,7 @@ def _sized(size: int) -> str:
 def _joined(first: MapRow, second: MapRow) -> MapRow | None:
     """Return one row for numbered blocks that follow each other in one memory; None for others."""
     one, other = (re.fullmatch(r"(.*[/.]|)(?:(\d+)-)?(\d+)", row.path) for row in (first, second))
-    alike = (first.memory, first.follows) == (second.memory, second.follows)
+    alike = replace(first, path="", bytes=0) == replace(second, path="", bytes=0)
     if one is None or other is None or not alike or one[1] != other[1] or other[2] or int(one[3]) + 1 != int(other[3]):
         return None
     path = f"{one[1]}{one[2] or one[3]}-{other[3]}"

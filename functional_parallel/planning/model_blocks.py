@@ -23,6 +23,7 @@ class ModelLeaf:
 
     names: tuple[str, ...]
     bytes: int
+    parameter: str | None  # the name in the tree of parameters; None for a buffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +68,11 @@ def blocks_of(model: Any, no_split: Collection[str] | None, dtype: torch.dtype |
     sizes = tensors | {name: each for name, each in given.items() if name in tensors and isinstance(each, torch.Tensor)}
     if not tensors:
         raise ValueError(f"fp.device_map: {type(model).__name__} has no parameters")
+    given = given or {name: x for name, x in tensors.items() if module is None or isinstance(x, nn.Parameter)}
     names = dict[int | str, list[str]]()
     for name, tensor in tensors.items():
         names.setdefault(name if module is None else id(tensor), []).append(name)
-    leaves = {
-        name: ModelLeaf(tuple(tied), _bytes(_given(tied, sizes, given), dtype))
-        for tied in names.values()
-        for name in tied
-    }
+    leaves = {name: _leaf(tied, sizes, given, dtype) for tied in names.values() for name in tied}
     return _block("", [(name, leaves[name]) for name in tensors], _wholes(module, tensors, no_split))
 
 
@@ -88,9 +86,12 @@ def _in_order(pair: tuple[str, Any]) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part), "") if part.isdigit() else (False, 0, part) for part in parts]
 
 
-def _given(tied: Sequence[str], sizes: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tensor of a leaf that has several names, of which a tree of parameters has one."""
-    return sizes[next((name for name in tied if name in given), tied[0])]
+def _leaf(
+    tied: Sequence[str], sizes: Mapping[str, torch.Tensor], given: Mapping[str, Any], dtype: torch.dtype | None
+) -> ModelLeaf:
+    """Return a leaf that may have several names, of which a tree of parameters has one."""
+    own = next((name for name in tied if name in given), None)
+    return ModelLeaf(tuple(tied), _bytes(sizes[own or tied[0]], dtype), own)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -74,11 +74,14 @@ class LocalTrainStep:
 
     def on(self, layouts: StepLayout, state_specs: SpecTree) -> LocalFunction:
         """Return the step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics)."""
-        inside = optree.tree_map(P.entered, state_specs)
-        step = _StepOnShards(self, layouts.entered(), inside, state_requests(self.f.applied))
+        entered, inside = optree.tree_map(P.entered, state_specs), layouts.inside(state_specs)
+        there = replace(layouts.entered(), update=layouts.inside(layouts.update))
+        step = _StepOnShards(self, there, inside, state_requests(self.f.applied))
 
         def call(resolved: Resolved, held: tuple[PyTree, PyTree], batch: PyTree, key: Any) -> tuple[PyTree, SpecTree]:
-            new, metrics, specs = step(resolved.inside, *held, batch, key)
+            state = optree.tree_map(relayout_leaf, held[1], entered, inside)
+            (params, state), metrics, specs = step(resolved.inside, held[0], state, batch, key)
+            new = params, optree.tree_map(relayout_leaf, state, inside, entered)
             return (new, metrics), ((layouts.kept, state_specs), specs)
 
         return LocalFunction(call, self.f.applied, "train_step")
@@ -162,12 +165,16 @@ class _StepOnShards:
         partial = optree.tree_map(P.dual, layouts.summed)  # of the parameters: ZeRO and data parallelism add gradients
         packed, on_device = layouts.packing.pack(gradients), optree.tree_map(P.in_compute, layouts.update)
         summed = optree.tree_map(relayout_leaf, packed, partial, on_device, none_is_leaf=True)
-        moved = optree.tree_map(relayout_leaf, summed, on_device, layouts.update, none_is_leaf=True)
+        waiting = optree.tree_map(relayout_leaf, summed, on_device, layouts.gradients, none_is_leaf=True)
+        moved = optree.tree_map(relayout_leaf, waiting, layouts.gradients, layouts.update, none_is_leaf=True)
+        is_there = any(spec.memory != "device" for spec in optree.tree_leaves(layouts.counted))
+        counted, specs = (waiting, layouts.gradients) if is_there else (summed, on_device)
+        stays = optree.tree_leaves(specs) == optree.tree_leaves(layouts.update)
         for each, held in reversed([*zip(self.requests, leaves, strict=True)]):
-            moved, stays = each.gradients(moved, held), layouts.offload is None
-            summed = moved if stays else each.gradients(summed, held)
+            moved = each.gradients(moved, held)
+            counted = moved if stays else each.gradients(counted, held)
         wanted = self.step.has_norm or clip is not None or any(each.may_skip for each in self.requests)
-        norm = _norm(summed, layouts, on_device) if wanted else None
+        norm = _norm(counted, layouts, specs) if wanted else None
         if clip is not None and norm is not None:
             factor = NumberBeside(torch.clamp(clip / (norm + 1e-6), max=1.0))
             moved = optree.tree_map(lambda g: g * factor(g).to(g.dtype), moved)

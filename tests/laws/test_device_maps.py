@@ -102,9 +102,23 @@ def test_parameters_on_the_host_are_updated_on_the_device(parameters: Any) -> No
     assert train.program.bytes_moved()["device", "host"] == on_host, "the new parameters"
 
 
+def test_a_map_has_buffers_and_tied_weights() -> None:
+    """Its rows that name no parameter are not patterns of parameters."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.BatchNorm1d(4, affine=False)})
+    model["c"] = torch.nn.ModuleDict({"w": torch.nn.Linear(4, 4)})
+    model["c"]["w"].weight = model["a"].weight
+    found = fp.device_map(model, {"a": "host", "b": "host", "c.w.weight": "host", "c.w.bias": "device"})
+    assert {*found.by_path} - {*found.of_parameters} == {"b", "c.w.weight"}
+    plan, params = fp.chain(ALONE, fp.offload(parameters=found)), dict(model.named_parameters())
+    step = fp.compile(plan(lambda w, x: sum((x * each).sum() for each in w.values())), Mesh(data=1))
+    assert step.lower(params, torch.ones(4)).memory().peaks["host"] == 80
+
+
 def test_patterns_that_move_nothing_are_an_error() -> None:
-    plan = fp.chain(ALONE, fp.offload(parameters={"layer/*": "host"}))
-    with pytest.raises(SpecError, match="no parameter matches a pattern of another memory"):
-        fp.compile(plan(lambda w, x: (w["layers"] * x).sum()), Mesh(data=1))({"layers": torch.ones(2)}, torch.ones(2))
+    for beside in ({}, {"layers": "host"}):
+        plan = fp.chain(ALONE, fp.offload(parameters={**beside, "layer/*": "host"}))
+        step = fp.compile(plan(lambda w, x: (w["layers"] * x).sum()), Mesh(data=1))
+        with pytest.raises(SpecError, match=r"'layer/\*' is the first match of no parameter; the nearest are layers"):
+            step({"layers": torch.ones(2)}, torch.ones(2))
     with pytest.raises(ValueError, match="give a folder on the disk"):
         fp.offload(parameters={"*": "disk"})

@@ -38,6 +38,10 @@ OPTIMIZERS = {
 ANY_LAYOUT = ("adamw", "momentum", "scheduled", "by path", "ema")
 
 
+def count_of_parameters() -> int:
+    return sum(leaf.numel() for leaf in optree.tree_leaves(parameters(3, 24, 16)))
+
+
 def is_same(a: Any, b: Any) -> bool:
     pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
     return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
@@ -127,10 +131,12 @@ def plans(draw: st.DrawFn) -> tuple[Any, ...]:
     sizes = {"pipe": 2} if last == "pipeline" else {}
     mesh = Mesh({**sizes, "data": 2, **({"tensor": 2} if tensor else {})})
     fraction = 1.0 if flat else draw(st.sampled_from([1.0, 0.5, 0.25]))
-    memories = st.sampled_from(["device", "host", "disk"])
-    state, parameters = draw(st.tuples(memories, memories).filter(lambda both: both != ("device", "device")))
-    disk = {"path": tempfile.gettempdir(), "group": draw(st.integers(1, 4000))} if "disk" in (state, parameters) else {}
-    offload = fp.offload(state=state, parameters=parameters, fraction=fraction, **{"group": 300, **disk})
+    memories, sums = st.sampled_from(["device", "host", "disk"]), st.sampled_from(["device", "host"])
+    asked = draw(st.tuples(memories, memories, sums).filter(lambda each: set(each) != {"device"}))
+    kinds = dict(zip(("state", "parameters", "gradients"), asked, strict=True))
+    update = draw(st.sampled_from([None, "device"])) if kinds["state"] != "device" else None
+    disk = {"path": tempfile.gettempdir()} if "disk" in asked else {}
+    offload = fp.offload(**kinds, update=update, fraction=fraction, group=draw(st.integers(1, 4000)), **disk)
     options = {
         "clip": draw(st.sampled_from([None, 0.5])),
         "bucket": draw(st.sampled_from([None, 512, "auto"])),
@@ -171,9 +177,60 @@ def test_gradients_move_down_and_parameters_up_in_their_types(stage: int) -> Non
     """ZeRO-Offload: 2Ψ + 2Ψ bytes, divided by the ranks that shard the update, and 4 of the clipping factor."""
     before = [fp.mixed_precision("bf16", reduce="bf16"), fp.zero(stage, "data")]
     program = trained(fp.chain(*before, fp.offload(state="host")), Mesh(data=2), "adamw", clip=1.0)[0].program
-    count = sum(leaf.numel() for leaf in optree.tree_leaves(parameters(3, 24, 16))) // (2 if stage else 1)
+    count = count_of_parameters() // (2 if stage else 1)
     assert program.bytes_moved() == {("device", "host"): 2 * count + 4, ("host", "device"): 2 * count}
     assert program.price().moving > 0
+
+
+def peaks_and_bytes(mesh: Mesh, *plan: Any, **options: Any) -> Any:
+    params, (x, y) = optree.tree_map(torch.Tensor.float, parameters(3, 24, 16)), batch(8, 24, 16)
+    train = fp.train_step(loss, OPTIMIZERS["adamw"], mesh, fp.chain(*plan), bucket=None, **options)
+    program = train.lower(params, x.float(), y)
+    return program.memory().peaks, program.bytes_moved()
+
+
+def test_the_device_never_holds_the_sums() -> None:
+    """Each microbatch's gradients move down, beside the old parameters, as there are no masters."""
+    size, accumulated = 4 * count_of_parameters(), fp.accumulate(2)
+    here, _ = peaks_and_bytes(Mesh(), fp.offload(state="host"), accumulated)
+    there, moved = peaks_and_bytes(Mesh(), fp.offload(state="host", gradients="host"), accumulated)
+    assert there["device"] < here["device"] - size and there["host"] == here["host"]
+    assert moved == {("device", "host"): 3 * size, ("host", "device"): size + 4}  # and the norm
+
+
+@pytest.mark.parametrize(("reduce", "down", "up"), [("each", 1, 0), ("once", 4, 2)])
+def test_sums_over_ranks_are_on_the_device(reduce: str, down: int, up: int) -> None:
+    """Of two microbatches, a shard each moves down. With one sum per step all of each does, and the sum goes up."""
+    zero, accumulated, own = fp.zero(2, "data"), fp.accumulate(2, reduce=reduce), 2 * count_of_parameters()
+    _, before = peaks_and_bytes(Mesh(data=2), zero, fp.offload(state="host"), accumulated)
+    _, after = peaks_and_bytes(Mesh(data=2), zero, fp.offload(state="host", gradients="host"), accumulated)
+    assert after["device", "host"] - before["device", "host"] == down * own
+    assert after["host", "device"] - before["host", "device"] == up * own + 4
+
+
+@pytest.mark.parametrize("state", ["device", "host", "disk"])
+def test_an_update_on_the_device_fetches_groups(state: str) -> None:
+    """Two moments and the gradients go up once, and the moments down. No memory holds them twice."""
+    kinds: dict[str, Any] = {"state": state, "gradients": "host", "path": tempfile.gettempdir()}
+    kinds |= {"update": "device"} if state != "device" else {}
+    accumulated, size, states = fp.accumulate(2), 4 * count_of_parameters(), 2 if state != "device" else 0
+    plain, _ = peaks_and_bytes(Mesh(), accumulated, clip=1.0)
+    (small, moved), (large, _) = (
+        peaks_and_bytes(Mesh(), fp.offload(**kinds, group=group), accumulated, clip=1.0) for group in (1, "1MiB")
+    )
+    assert moved["host", "device"] == (1 + states) * size + 4 and moved["device", "host"] == (2 + states) * size
+    assert plain["device"] - small["device"] > (0.9 + states / 2) * size and small["device"] < large["device"]
+    assert small["host"] < (1.5 + states * (state == "host")) * size
+    assert small.get("disk", 0) == (states * size if state == "disk" else 0)
+
+
+@pytest.mark.parametrize("update", [None, "device"])
+def test_state_is_updated_in_place_after_a_pipeline_with_clipping(update: str | None) -> None:
+    """The norm is one level of programs before the update, in which no state is fetched."""
+    pipeline, size = fp.pipeline("pipe", microbatches=2), count_of_parameters()
+    offload = fp.offload(state="disk", update=update, path=tempfile.gettempdir(), group=1)
+    peaks, _ = peaks_and_bytes(Mesh(pipe=2), offload, pipeline, clip=1.0)
+    assert peaks["disk"] < 2 * 4 * size and peaks["host"] < 2 * 4 * size
 
 
 @pytest.mark.parametrize("bucket", ["auto", None])
@@ -209,9 +266,12 @@ def on_rank(rank: int) -> bool:
     before, after = [fp.mixed_precision("bf16"), fp.zero(3, "data")], [fp.accumulate(2)]
     options: dict[str, Any] = {"clip": 0.5, "reduction": "ordered"}
     a = trained(fp.chain(*before, *after), Mesh(data=2), "adamw", **options)
-    moved = fp.offload(state="host", parameters="host", fraction=0.5)
-    b = trained(fp.chain(*before, moved, *after), Mesh(data=2), "adamw", **options)
-    return is_same(a[0].whole(a[1]), b[0].whole(b[1])) and is_same(a[2], b[2])
+    moves = (
+        fp.offload(state="host", parameters="host", fraction=0.5),
+        fp.offload(state="host", update="device", gradients="host", group=1000),
+    )
+    runs = [trained(fp.chain(*before, moved, *after), Mesh(data=2), "adamw", **options) for moved in moves]
+    return all(is_same(a[0].whole(a[1]), b[0].whole(b[1])) and is_same(a[2], b[2]) for b in runs)
 
 
 def test_real_processes() -> None:
@@ -242,6 +302,11 @@ def test_wrong_orders_and_memories_are_refused() -> None:
         fp.offload(state="tape")
     with pytest.raises(ValueError, match="above 0 and at most 1"):
         fp.offload(state="host", fraction=0)
+    with pytest.raises(ValueError, match=r"gradients='disk'.*: each microbatch is added to the sums"):
+        fp.offload(gradients="disk", path=tempfile.gettempdir())
+    for wrong in ({"gradients": "host"}, {"state": "host", "path": "/"}):
+        with pytest.raises(ValueError, match="update='device' or 'host' is where state='host' or state='disk'"):
+            fp.offload(update="device" if "state" not in wrong else "disk", **wrong)
     with pytest.raises(fp.BudgetError, match=r"of the memory 'host', .* above the budget, at "):
         trained(fp.offload(state="host"), Mesh(), "adamw", memory=fp.Memory(device="1MiB", host="1KiB"))
 
@@ -257,10 +322,15 @@ def test_a_second_offload_adds_to_the_first() -> None:
     first, second = {"layers/0": "host"}, {"layers/1": "host"}
     both = peaks(fp.offload(parameters={**first, **second}))
     assert peaks(fp.offload(parameters=first), fp.offload(parameters=second)) == both
+    apart = peaks(fp.offload(gradients="host", group=1), fp.offload(state="host", update="device", group=1))
+    assert apart == peaks(fp.offload(state="host", update="device", gradients="host", group=1))
+    assert apart == peaks(fp.offload(state="host", update="device", group=1), fp.offload(gradients="host"))
+    with pytest.raises(ValueError, match="its fraction is that of the gradients too"):
+        peaks(fp.offload(state="host", fraction=0.5), fp.offload(gradients="host"))
     with pytest.raises(ValueError, match="name the memory of the state once"):
         peaks(fp.offload(state="host"), fp.offload(state="disk", path=tempfile.gettempdir()))
-    with pytest.raises(fp.errors.SpecError, match="no parameter matches a pattern of another memory"):
-        peaks(fp.offload(parameters={"nope": "disk"}, path=tempfile.gettempdir()))
+    with pytest.raises(fp.errors.SpecError, match="is the first match of no parameter; the nearest are "):
+        peaks(fp.offload(parameters={"head": "host", "nope": "disk"}, path=tempfile.gettempdir()))
     with pytest.raises(ValueError, match="a flat layout has one vector of state"):
         trained(
             fp.chain(fp.zero(1, "data", layout="flat"), fp.offload(state="host", fraction=0.4)), Mesh(data=2), "adamw"

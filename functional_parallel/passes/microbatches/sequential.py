@@ -11,6 +11,7 @@ import torch
 from sharding_specs import Mesh
 
 from ...ir import Traced, first_operand, info, primitive_name
+from ...ops import TO_MEMORY
 from ..program_pass import Phase, ProgramPass, Settings
 from .rounds import names_axis
 
@@ -41,10 +42,11 @@ def _sum_one_by_one(traced: Traced) -> None:
     for node in list(traced.nodes):
         if node.target is not squares:
             continue
-        total = None
+        total, last = None, next((user for user in node.users if user.target is TO_MEMORY), node)  # sent from there
         for tensor in node.args[0]:
-            with traced.graph.inserting_before(node):
+            with traced.graph.inserting_before(last):
                 one = traced.call(squares, ([tensor],), info(node))
-                total = one if total is None else traced.call(add, (total, one), info(node))
+                one = one if last is node else traced.add_copy(last, {node: one}.__getitem__, info(last))
+                total = one if total is None else traced.call(add, (total, one), info(last))
         assert total is not None
-        traced.replace(node, total)
+        traced.replace(last, total)

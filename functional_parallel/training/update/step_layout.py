@@ -16,6 +16,7 @@ from ...ir import hollow, without_memory
 from ...optim import Optimizer, is_declared_elementwise, like_params, tree_map_params
 from ...pipelines import pipeline_of
 from ...requests import (
+    Microbatches,
     OffloadedState,
     StateRequest,
     SummedApart,
@@ -44,50 +45,57 @@ class StepLayout:
     summed: SpecTree  # of the gradients that the loss returns
     whole: SpecTree  # of the parameters before the update splits them
     update: SpecTree  # of the parameters in the optimizer's update
+    gradients: SpecTree  # of the gradients between their sum and the update
     counted: SpecTree  # of the gradients for the sum of squares of their norm
     frozen: tuple[bool, ...]  # per leaf of the parameters, by the optimizer
     owners: Mapping[str, int] = field(default_factory=dict)  # index of the rank that holds all, by axis
     stacks: StackedTree | None = None  # which parameters of the user are stacks of layers
-    offload: OffloadedState | None = None
+    offload: OffloadedState = field(default_factory=OffloadedState)
 
     def entered(self) -> StepLayout:
         """Return the layouts inside a program, which has fetched the parameters and state."""
         kept, update = (optree.tree_map(P.entered, specs) for specs in (self.kept, self.update))
         return replace(self, kept=kept, update=update)
 
-    def in_memories(self, offload: OffloadedState | None) -> StepLayout:
-        """Return the layouts with the update where a request asks for it."""
-        if offload is None:
-            return self
+    def in_memories(self, offload: OffloadedState, accumulates: bool) -> StepLayout:
+        """Return the layouts with state and gradients in memories. The norm is where gradients are accumulated."""
         leaves = optree.tree_leaves(self.packing.like)
-        specs, structure = optree.tree_flatten(self.update)
-        pairs = zip(specs, offload.memories(leaves), strict=True)
-        moved = [spec.replace(storage={**spec.storage, "memory": memory}) for spec, memory in pairs]
-        return replace(self, update=structure.unflatten(moved), offload=offload)
+
+        def placed(specs: SpecTree, memory: str) -> SpecTree:
+            found, structure = optree.tree_flatten(specs)
+            return structure.unflatten(map(_in_memory, found, offload.memories(leaves, memory)))
+
+        update, gradients = placed(self.update, offload.memory), placed(self.gradients, offload.gradients)
+        counted = placed(self.counted, offload.gradients if accumulates else "device")
+        return replace(self, update=update, gradients=gradients, counted=counted, offload=offload)
+
+    def inside(self, specs: SpecTree) -> SpecTree:
+        """Return the specs of state where the update reads it, inside a program."""
+        found = optree.tree_map(P.entered, specs)
+        return optree.tree_map(lambda spec: _in_memory(spec, "device"), found) if self.offload.on_device else found
 
     def state(self, state: PyTree, optimizer: Optimizer, requests: Sequence[StateRequest]) -> SpecTree:
         """Return the specs of a packed state of full tensors: the optimizer's `specs`, or the layouts of the update."""
         own, leaves = split_state(state, requests)
         by_itself = getattr(optimizer, "specs", None)  # a user's own pair may lack it
         specs = self._like_params(own) if by_itself is None else by_itself(self.params, self.update)
-        specs = self.with_numbers(own, specs)
+        specs = self.with_numbers(own, specs, self.offload.on_device)
         added = [each.specs(held, self._like_params) for each, held in zip(requests, leaves, strict=True)]
         found = with_leaves(specs, requests, added)
         if not self.owners:
             return found
         return optree.tree_map(lambda spec: spec.replace(owner=self.owners), broadcast_specs(found, state))
 
-    def with_numbers(self, state: PyTree, specs: SpecTree) -> SpecTree:
-        """Put the numbers of an optimizer's state where its update is, and everything if that is one memory."""
-        if self.offload is None:
-            return specs
+    def with_numbers(self, state: PyTree, specs: SpecTree, on_device: bool = False) -> SpecTree:
+        """Put the numbers of an optimizer's state where its update is, and everything else if that is one memory."""
         memory = self.offload.memory
         is_whole = all(spec.memory == memory for spec in optree.tree_leaves(self.update))
 
         def placed(leaf: Any, spec: P) -> P:
             is_number = isinstance(leaf, torch.Tensor) and not leaf.ndim
-            there = P(memory=memory).entered().memory if is_number else memory  # no number is on disk
-            return spec.replace(storage={**spec.storage, "memory": there}) if is_whole or is_number else spec
+            inside = P(memory=memory).entered().memory  # no number is on disk
+            there = memory if not is_number else "device" if on_device else inside
+            return _in_memory(spec, there) if is_whole or is_number else spec
 
         return optree.tree_map(placed, state, broadcast_specs(specs, state))
 
@@ -123,7 +131,8 @@ def find_step_layout(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Op
     If the update uses the gradients' norm (`clipped`), every ZeRO stage sums it in the same order.
     """
     found = _layouts_on_device(f, mesh, params, optimizer, clipped)
-    return found.in_memories(f.applied.last(OffloadedState))
+    offload, accumulates = f.applied.last(OffloadedState), bool(f.applied.all(Microbatches))
+    return found if offload is None else found.in_memories(offload, accumulates)
 
 
 def _layouts_on_device(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: Optimizer, clipped: bool) -> StepLayout:
@@ -144,7 +153,7 @@ def _layouts_on_device(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: 
         memories = {spec.entered().memory for spec in optree.tree_leaves(kept)}
         storage = {"memory": memories.pop()} if len(memories) == 1 else {}
         flat = optree.tree_map(lambda spec: spec.replace(storage=storage), packing.whole)
-        return StepLayout(shapes, packing, compute, kept, packing.summed, flat, split, split, frozen)
+        return StepLayout(shapes, packing, compute, kept, packing.summed, flat, split, split, split, frozen)
     if resolved.stacks is not None:
         _require_elementwise(resolved.stacks, optimizer, like)
     structure, norm = optree.tree_structure(shapes), (resolved.norm if clipped else None) or (P(),) * len(frozen)
@@ -152,8 +161,12 @@ def _layouts_on_device(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: 
     counted = [a.replace(owner={}, storage={}).divided(b, mesh) for a, b in zip(update, norm, strict=True)]
     packed = NoPacking(shapes, _decided(resolved.stacks, like, optimizer, "constants", None))
     owners = owners_of(applied)
-    trees = structure.unflatten(update), structure.unflatten(counted)
+    trees = structure.unflatten(update), structure.unflatten(map(P.in_compute, update)), structure.unflatten(counted)
     return StepLayout(shapes, packed, compute, kept, compute, whole, *trees, frozen, owners, resolved.stacks)
+
+
+def _in_memory(spec: P, memory: str) -> P:
+    return spec.replace(storage={**spec.storage, "memory": memory})
 
 
 def _refuse_stages(f: Applied, axes: Sequence[str]) -> None:

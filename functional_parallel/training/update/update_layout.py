@@ -14,7 +14,7 @@ from sharding_specs import P
 
 from ...collectives import axis_size, psum
 from ...functions import PyTree, SpecTree
-from ...ops import sum_of_squares
+from ...ops import sum_of_squares, to_device
 
 T = TypeVar("T")
 
@@ -49,7 +49,10 @@ def _summed_squares(
     split = [axis for axis in axes if axis not in owners]
     own = [axis for axis in axes if axis in owners]
     shards = [[gradient] if not own else _shards(gradient, spec, own[0]) for gradient, spec in gradients]
-    square = functools.reduce(operator.add, (sum_of_squares(of_rank) for of_rank in zip(*shards, strict=True)))
+    one_by_one = len({spec.memory for _, spec in gradients}) > 1  # the same sum, of tensors in several memories
+    ranks = zip(*shards, strict=True)
+    parts = (each for of_rank in ranks for each in (zip(of_rank, strict=True) if one_by_one else [of_rank]))
+    square = functools.reduce(operator.add, (to_device(sum_of_squares(part)) for part in parts))
     return psum(square, split) if split else square
 
 
