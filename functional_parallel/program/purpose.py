@@ -48,7 +48,9 @@ class RoleFinder:
             return
         parts = [self._known(operand) for operand in operands_of(node)]
         known = [part for part in parts if part is not None]
-        if len(known) == len(parts):  # else it combines something else with a parameter
+        gradients = [part for part in known if is_sum and part[0] is Role.GRADIENT]  # the other summands are, too
+        known = gradients or known
+        if gradients or len(known) == len(parts):  # else it combines something else with a parameter
             role = known[0][0] if len({role for role, _ in known}) == 1 else Role.GRADIENT
             self._found[node] = role, tuple(dict.fromkeys(each for _, inputs in known for each in inputs))
 
