@@ -11,6 +11,7 @@ from .marks import define_marker
 from .outputs import OP as OUTPUTS
 from .outputs import outputs
 from .packing import PACK, SLICE_SCATTER_IN_PLACE, UNPACK, UNPACK_INTO, packed, run_of, unpacked
+from .sent_errors import NEW_ERROR, UNSENT, WITH_ERROR
 from .squares import sum_of_squares
 from .to_memory import (
     MEMORIES,

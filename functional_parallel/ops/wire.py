@@ -45,6 +45,12 @@ def _dequantise_sum(sent: Tensor, parts: int, lengths: Sequence[int], text: str,
     return reduce(torch.add, _rows(sent, parts, lengths, text, dtype).unbind()).to(dtype)
 
 
+def as_sent(rows: Tensor, parts: int, text: str) -> Tensor:
+    """Return equal rows as they arrive, in one run each, flat and not yet rounded to their dtype."""
+    lengths = [rows.numel() // parts]
+    return _rows(_quantise(rows, parts, lengths, text), parts, lengths, text, rows.dtype).reshape(-1)
+
+
 def _rows(sent: Tensor, parts: int, lengths: Sequence[int], text: str, dtype: torch.dtype) -> Tensor:
     if not sent.numel():
         return sent.new_empty((parts, 0), dtype=dtype)

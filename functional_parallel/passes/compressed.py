@@ -7,7 +7,7 @@ a ring would quantise partial sums again at every rank. An all-reduce becomes bo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
@@ -18,8 +18,19 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import CollectiveCall, State
-from ..ir import Args, NodeInfo, Role, Traced, change_call, collective_call, info
-from ..ops import DEQUANTISE, DEQUANTISE_SUM, IDENTITY, PACK, QUANTISE, UNPACK, wire_bytes
+from ..ir import Args, NodeInfo, Role, Traced, change_call, collective_call, info, the_call
+from ..ops import (
+    DEQUANTISE,
+    DEQUANTISE_SUM,
+    IDENTITY,
+    NEW_ERROR,
+    PACK,
+    QUANTISE,
+    UNPACK,
+    UNSENT,
+    WITH_ERROR,
+    wire_bytes,
+)
 from .program_pass import Phase, ProgramPass, Scope, Settings, Unit
 
 aten = torch.ops.aten
@@ -35,15 +46,28 @@ class WireFormats(ProgramPass):
     gather: str  # format of gathers, "" to leave them unchanged
     reduce: str  # format of sums
     stored: torch.dtype | None = None  # dtype of the new parameters that have masters
+    feeds_back: bool = False  # whether the state has an error of each sum
     name: ClassVar[str] = "wire formats"
     phase: ClassVar[Phase] = Phase.SUMS
     scope: ClassVar[Scope] = Scope.STAGE
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
+        sums = dict[str, list[fx.Node]]()  # by parameter
         for node in traced.nodes:
             call = collective_call(node, "all_gather", "psum", "psum_scatter")
             if call is not None and set(call.axes) <= set(self.axes) and info(node).aval.dtype.is_floating_point:
                 change_call(node, wire=self._format(node, call.kind))
+                if call.kind != "all_gather" and the_call(node).wire:
+                    sums.setdefault(info(node).parameters[0], []).append(node)
+        errors = [node for node in traced.nodes if node.target is NEW_ERROR and node.args[3][0] in self.axes]
+        for parameter in sorted(sums.keys() - {node.args[4] for node in errors}) if self.feeds_back else ():
+            raise ValueError(
+                f"compress(feedback=…): the gradient of {parameter} is summed where no error of it is held: in a "
+                "program without a state, which fp.train_step has, or in a backward of an asynchronous pipeline; leave "
+                "feedback= out, or take another schedule"
+            )
+        for node in errors:
+            traced.replace(node, _fed_back(traced, node, sums.get(node.args[4], []), mesh))
 
     def _format(self, node: fx.Node, kind: str) -> str:
         role = info(node).role
@@ -89,6 +113,30 @@ def _lower(traced: Traced, mesh: Mesh) -> list[tuple[int, int]]:
                 traced.graph.erase_node(node)
                 found.append((sent.plain, sent.sent))
     return found
+
+
+def _fed_back(traced: Traced, node: fx.Node, sums: Sequence[fx.Node], mesh: Mesh) -> fx.Node:
+    """Add an error before each sum of a gradient over the first of the axes. Return the new error.
+
+    A sum whose summands the error does not have is sent with all bits.
+    """
+    error, _, scale, axes, _, beta = node.args
+    for each in sums:
+        call = the_call(each)
+        if axes[0] not in call.axes or not set(call.axes) <= set(axes):
+            continue  # another sum; one over several axes has the error of the first
+        x, parts = call.operand, mesh.axis_size(call.axes)
+        pairs = [(info(x).typed[axis], info(error).typed[axis]) for axis, size in mesh.shape.items() if size > 1]
+        is_theirs = all((its in (State.VARYING, State.UNREDUCED)) == (own is State.VARYING) for its, own in pairs)
+        if not is_theirs or info(x).aval.numel != info(error).aval.numel:
+            change_call(each, wire="")  # its axes are summed in another order than the error assumes
+            continue
+        dim = call.dim if call.kind == "psum_scatter" else -1
+        with traced.graph.inserting_before(each):
+            change_call(each, operand=traced.call(WITH_ERROR, (x, error, scale), info(x)))
+            form = call.wire.partition(_THEN)[0]
+            error = traced.call(UNSENT, (x, error, scale, parts, dim, form, beta), info(node))
+    return error
 
 
 class _SentCall:

@@ -2,6 +2,7 @@
 
 from .buffers import Buffers, BufferState
 from .data_axis import DataAxis, Master, Microbatches, Replicas, ReplicaState, owners_of
+from .error_feedback import ErrorFeedback
 from .loss_scaling import LossScale, LossScaleState, ScaledState, ScaleLoss
 from .offloaded_state import OffloadedState
 from .order import Order
@@ -9,6 +10,7 @@ from .run_pass import RunPass, requested_passes
 from .state_request import (
     StateRequest,
     Update,
+    UpdateLayouts,
     converted_state,
     loss_arguments,
     split_state,

@@ -14,7 +14,7 @@ import torch
 from sharding_specs import P, tree_paths
 
 from ..functions import Applied, PyTree, SpecTree, relayout
-from .state_request import StateRequest
+from .state_request import StateRequest, UpdateLayouts
 
 
 class BufferState(NamedTuple):
@@ -37,7 +37,7 @@ class Buffers(StateRequest):
                 f"buffers=True) makes it; found {', '.join(wrong) or type(self.first).__name__}"
             )
 
-    def init(self, params: PyTree, applied: Applied) -> PyTree:
+    def init(self, params: PyTree, applied: Applied, layouts: UpdateLayouts) -> PyTree:
         return optree.tree_map(torch.Tensor.detach, self.first)
 
     def returned(self, new: PyTree, specs: SpecTree, leaves: PyTree) -> PyTree:

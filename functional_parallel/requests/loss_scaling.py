@@ -17,7 +17,7 @@ from ..functions import Applied, PyTree
 from ..ir import scalar_beside
 from ..ops import NumberBeside
 from ..quantities import is_number, is_positive_int
-from .state_request import StateRequest, Update
+from .state_request import StateRequest, Update, UpdateLayouts
 
 
 class LossScaleState(NamedTuple):
@@ -135,7 +135,7 @@ class ScaleLoss(StateRequest):
     tree: ClassVar[type[ScaledState]] = ScaledState
     may_skip: ClassVar[bool] = True
 
-    def init(self, params: PyTree, applied: Applied) -> LossScaleState:
+    def init(self, params: PyTree, applied: Applied, layouts: UpdateLayouts) -> LossScaleState:
         first = self.rules.init()
         return LossScaleState(*(scalar_beside(params, x.item(), x.dtype) for x in first))
 

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from sharding_specs import P, broadcast_specs
+from sharding_specs import Mesh, P, broadcast_specs
 
 from ..functions import Applied, BufferTree, PyTree, Request, SpecTree
 
 _TREES: set[type[Any]] = set()  # of all requests
+
+
+class UpdateLayouts(Protocol):
+    """The layouts of a step, as requests read them; see `StepLayout`."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def trained(self) -> Mapping[str, tuple[torch.Tensor, P]]:
+        """Return the parameters that are trained, without values, and their specs in the update, by path."""
+
+    def like_params(self, tree: PyTree) -> SpecTree:
+        """Return the specs of a tree that is like the parameters."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,8 @@ class Update:
     old_state: PyTree
     stored: PyTree  # the rank's shards of the parameters as they are stored
     norm: torch.Tensor | None  # of all gradients; None if nothing needs it
+    sums: PyTree = None  # gradients as they are summed over ranks, with a loss scale in them
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # of all requests
 
 
 class StateRequest(Request):
@@ -51,12 +66,12 @@ class StateRequest(Request):
     def stored(self, params: PyTree) -> PyTree:
         return params
 
-    def init(self, params: PyTree, applied: Applied) -> PyTree:
+    def init(self, params: PyTree, applied: Applied, layouts: UpdateLayouts) -> PyTree:
         """Return the leaves of the first state, from the parameters of `trained` and the layout of the loss."""
         return None
 
-    def specs(self, leaves: PyTree, like_params: Callable[[PyTree], SpecTree]) -> SpecTree:
-        """Return the specs of the leaves. `like_params` returns those of a tree that is like the parameters."""
+    def specs(self, leaves: PyTree, layouts: UpdateLayouts) -> SpecTree:
+        """Return the specs of the leaves."""
         return broadcast_specs(P(), leaves)
 
     def full(self, params: PyTree, leaves: PyTree) -> PyTree:

@@ -14,7 +14,7 @@ import optree
 import torch
 
 from ..functions import Applied, PyTree, SpecTree
-from .state_request import StateRequest, Update
+from .state_request import StateRequest, Update, UpdateLayouts
 from .update_sharding import flat_update
 
 
@@ -55,13 +55,13 @@ class Masters(StoredType):
     def trained(self, params: PyTree) -> PyTree:
         return self._mapped(lambda leaf: leaf.float() if leaf.dtype.itemsize < 4 else leaf, params)
 
-    def init(self, params: PyTree, applied: Applied) -> PyTree:
+    def init(self, params: PyTree, applied: Applied, layouts: UpdateLayouts) -> PyTree:
         if flat_update(applied):  # one vector holds the masters of several parameters
             return params
         return self._mapped(lambda leaf: leaf, params, other=0)
 
-    def specs(self, leaves: PyTree, like_params: Callable[[PyTree], SpecTree]) -> SpecTree:
-        return like_params(leaves)
+    def specs(self, leaves: PyTree, layouts: UpdateLayouts) -> SpecTree:
+        return layouts.like_params(leaves)
 
     def full(self, params: PyTree, leaves: PyTree) -> PyTree:
         return optree.tree_map(lambda a, stored: a if isinstance(a, torch.Tensor) else stored, leaves, params)

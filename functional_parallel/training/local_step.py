@@ -116,16 +116,18 @@ class _StepOnShards:
         report_untrained(self.step.f.name, params, idle, layouts.frozen, self.step.warned)
         idle = [no_path or fixed for no_path, fixed in zip(idle, layouts.frozen, strict=True)]
         gradients = gradients if packing.groups else without(gradients, idle)
-        gradients, norm = self._reduced(gradients, leaves)
+        gradients, norm, sums = self._reduced(gradients, leaves)
         packed = packing.pack(params)
         stored = optree.tree_map(relayout_leaf, packed, layouts.whole, layouts.update)
         masks = optree.tree_map(relayout_leaf, packing.masks(idle, packed), layouts.whole, layouts.update)
-        update, after = self._updated(self._optimized(gradients, stored, before, leaves, masks), norm, leaves)
+        more = dict[str, Any]()
+        for each, held in zip(self.requests, leaves, strict=True):
+            more.update(each.metrics(norm, held))
+        update = self._optimized(gradients, stored, before, leaves, masks)
+        update, after = self._updated(replace(update, norm=norm, sums=sums, metrics=more), leaves)
         new = packing.unpack(optree.tree_map(relayout_leaf, update.params, layouts.update, layouts.whole))
         rates = scheduled_rates(self.step.optimizer, before) if self.step.has_norm else None
-        metrics = Metrics(value, norm, aux, lr=rates)
-        for each, held in zip(self.requests, leaves, strict=True):
-            metrics = metrics._replace(**each.metrics(norm, held))
+        metrics = Metrics(value, norm, aux, lr=rates)._replace(**more)
         spec = P(owner=owners_of(self.step.f.applied))
         specs = optree.tree_map(lambda _: spec, metrics._replace(aux=None))._replace(aux=aux_specs)
         return (old_params(new, params, idle), with_leaves(update.state, self.requests, after)), metrics, specs
@@ -159,12 +161,12 @@ class _StepOnShards:
         after = [each.returned(new, of_new, held) if each.passed else held for each, held in pairs]
         return gradients, (value, aux, specs), after
 
-    def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, torch.Tensor | None]:
-        """Return the gradients of the update, summed over ranks and clipped, and their norm."""
+    def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, torch.Tensor | None, PyTree]:
+        """Return the gradients of the update, summed over ranks and clipped, their norm, and the sums alone."""
         layouts, clip = self.layouts, self.step.options.clip
         partial = optree.tree_map(P.dual, layouts.summed)  # of the parameters: ZeRO and data parallelism add gradients
         packed, on_device = layouts.packing.pack(gradients), optree.tree_map(P.in_compute, layouts.update)
-        summed = optree.tree_map(relayout_leaf, packed, partial, on_device, none_is_leaf=True)
+        summed = sums = optree.tree_map(relayout_leaf, packed, partial, on_device, none_is_leaf=True)
         waiting = optree.tree_map(relayout_leaf, summed, on_device, layouts.gradients, none_is_leaf=True)
         moved = optree.tree_map(relayout_leaf, waiting, layouts.gradients, layouts.update, none_is_leaf=True)
         is_there = any(spec.memory != "device" for spec in optree.tree_leaves(layouts.counted))
@@ -178,7 +180,7 @@ class _StepOnShards:
         if clip is not None and norm is not None:
             factor = NumberBeside(torch.clamp(clip / (norm + 1e-6), max=1.0))
             moved = optree.tree_map(lambda g: g * factor(g).to(g.dtype), moved)
-        return moved, norm
+        return moved, norm, sums
 
     def _optimized(
         self, gradients: PyTree, stored: PyTree, state: PyTree, leaves: Sequence[PyTree], masks: PyTree
@@ -196,11 +198,9 @@ class _StepOnShards:
             old_weights(new, weights, masks), old_state(after, state, weights, masks), weights, state, stored, None
         )
 
-    def _updated(
-        self, update: Update, norm: torch.Tensor | None, leaves: Sequence[PyTree]
-    ) -> tuple[Update, list[PyTree]]:
+    def _updated(self, update: Update, leaves: Sequence[PyTree]) -> tuple[Update, list[PyTree]]:
         """Return the update as the requests change it, the outermost first, and their new leaves."""
-        update, after = replace(update, norm=norm), list(leaves)
+        after = list(leaves)
         for index in reversed(range(len(after))):
             update, after[index] = self.requests[index].updated(update, after[index])
         return update, after

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import optree
 import torch
 
-from sharding_specs import register_dataclasses
+from sharding_specs import P, register_dataclasses
 
 from ..checkpoint import (
     TOO_FAST,
@@ -20,6 +20,7 @@ from ..checkpoint import (
     LeafInfo,
     LeafLayout,
     Peers,
+    Piece,
     SavePlan,
     candidates,
     load_position,
@@ -30,6 +31,7 @@ from ..checkpoint import (
 from ..errors import CheckpointError, DamagedCheckpointError, InputMismatchError, RemovedCheckpointError
 from ..functions import PyTree
 from ..ir import Aval, TensorSignature, hollow, without_memory
+from ..requests import ErrorFeedback
 from ..runtime import Runtime, Where, device_of
 from ..stateful import HeldLeaves, Sharded, StaticLeaf, handle_of_shards, listed, owners_along, peers_of, saved_shapes
 from ..tracing import disable_ambient_modes
@@ -197,7 +199,7 @@ class _Restore:
         self.layout, self.leaves = self._layout(given)
         self.where = self._where()
         self.saved: SavedLeaves = saved_leaves(states, self.layout, self.where.__getitem__)
-        self.resize = Resize(options.resize, self.saved, states.optimizer)
+        self.resize = Resize(options.resize, self.saved, states.optimizer, states.f.applied.last(ErrorFeedback))
         self.made: dict[str, list[LeafLayout]] = {}  # leaves that functions resize, by kind and key
         self.sums: list[str] = []  # of these
         self.shards: dict[tuple[int, int], torch.Tensor] = {}  # by index of the held tensor and rank
@@ -221,8 +223,7 @@ class _Restore:
         """Fill the shards of a leaf, of a parameter its master and the stored one, by a function of the old leaf."""
         rule, mesh = self.resize.rule(leaves[0]), self.states.mesh
         assert callable(rule)
-        assert isinstance(self.source, Checkpoint)  # a state in memory is not resized
-        new = resized(rule, self.source.tensor(name), leaves[0])
+        new = resized(rule, self._full(name), leaves[0])
         self.sums.append(self.runtime.checksum(new))
         for rank in {rank: None for _, rank in self.shards}:
             for leaf in leaves:
@@ -231,6 +232,16 @@ class _Restore:
                         for part in region.parts:
                             if (part.held, rank) in self.shards:
                                 part.view(self.shards[part.held, rank]).copy_(new[part.box.slices])
+
+    def _full(self, name: str) -> torch.Tensor:
+        """Return the full old leaf, on each process with a rank of this step."""
+        if isinstance(self.source, Checkpoint):
+            return self.source.tensor(name)
+        (old,) = (leaf for leaf in self.plan.leaves if f"{leaf.kind}/{leaf.key}" == name)
+        full = torch.zeros(old.shape, dtype=old.dtype, device=self.device)
+        items = plan_restore(self.plan, [replace(old, pieces=(Piece(P()),))], self.states.mesh)
+        self.source.fill(items, {(0, rank): full for rank in list(self.runtime.own_ranks)[:1]})
+        return full
 
     # --- the layout ---
 

@@ -123,12 +123,15 @@ class States:
         expected = expected_state(self.optimizer.init, self._trained(params))
         if self.replicas is not None and isinstance(optimizer_state, ReplicaState):
             hollows = optree.tree_map(without_memory, self._trained(params))
-            packed = self._with_requests(expected, hollows, self.requests)
+            packed = self._with_requests(expected, hollows, self.requests, self.layouts(params))
             expected = first_replicas(self.replicas, self.mesh, self._stored(hollows), packed, self.requests)
             expected = expected._replace(masters=None)  # computed from the parameters
         else:
             saved = [each for each in self.requests if each.saved]
-            expected, optimizer_state = (self._with_requests(x, params, saved) for x in (expected, optimizer_state))
+            layouts = self.layouts(params)
+            expected, optimizer_state = (
+                self._with_requests(x, params, saved, layouts) for x in (expected, optimizer_state)
+            )
         require_state_of(expected, optimizer_state)
         given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
         loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done, device="cpu")}
@@ -199,7 +202,7 @@ class States:
     ) -> tuple[PyTree, PyTree, SpecTree]:
         """Return stored parameters, packed state with the leaves of requests, and its specs, from the user's trees."""
         trained = self._trained(params)
-        whole = self._with_requests(one_replica(optimizer_state), trained, self.requests)
+        whole = self._with_requests(one_replica(optimizer_state), trained, self.requests, layouts)
         stored = layouts.by_layer(self._stored(trained), trained, fresh=False)
         packed = layouts.packed_state(layouts.by_layer(whole, trained, fresh))
         specs = layouts.state(packed, self.optimizer, self.requests)
@@ -209,7 +212,7 @@ class States:
         if not isinstance(replicas, ReplicaState):
             replicas = first_replicas(self.replicas, self.mesh, stored, packed, self.requests)
         elif kept is not None:
-            replicas = replicas._replace(masters=kept.init(trained, self.f.applied))
+            replicas = replicas._replace(masters=kept.init(trained, self.f.applied, layouts))
         return stored, replicas, replica_specs(self.replicas, layouts, stored, replicas, specs)
 
     def _trained(self, params: PyTree) -> PyTree:
@@ -224,9 +227,11 @@ class States:
             params = each.stored(params)
         return params
 
-    def _with_requests(self, state: PyTree, params: PyTree, requests: Sequence[StateRequest]) -> PyTree:
+    def _with_requests(
+        self, state: PyTree, params: PyTree, requests: Sequence[StateRequest], layouts: StepLayout
+    ) -> PyTree:
         """Return a state with the leaves of these requests, and of no others; `params` are those of `_trained`."""
-        return converted_state(state, requests, lambda each: each.init(params, self.f.applied))
+        return converted_state(state, requests, lambda each: each.init(params, self.f.applied, layouts))
 
     def average(self, state: PyTree) -> PyTree:
         """Return the average of the parameters in an optimizer state."""

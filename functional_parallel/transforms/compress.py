@@ -10,7 +10,18 @@ from ..errors import OrderError
 from ..functions import LocalFunction, explain_keywords
 from ..ops import IDENTITY, WIRE_FORMATS, block_format
 from ..passes import WireFormats
-from ..requests import DataAxis, Masters, Order, RunPass, UpdateSharding, requested_passes
+from ..quantities import is_number, is_positive_int
+from ..requests import (
+    DataAxis,
+    ErrorFeedback,
+    Masters,
+    Order,
+    RunPass,
+    UpdateSharding,
+    flat_update,
+    owners_of,
+    requested_passes,
+)
 from .transform import Transform
 
 
@@ -49,6 +60,11 @@ class compress(Transform):
             (`fp.mixed_precision`), and those that stay in float32 by `keep=` are sent unchanged.
         reduce: the format of sums of gradients.
         block: the number of elements per block, which is even.
+        feedback: the weight of the newest error, up to 1, for error feedback (LoCo, arXiv 2407.04480) in
+            `fp.train_step`: what a rank does not send of a gradient is added to its gradient of the next step. 1 keeps
+            all; less keeps a moving average. None adds nothing. A rank then holds an error of each gradient, in float32
+            and before its reduce-scatter, in the state.
+        reset: the number of steps after which errors begin at zero again; None for never.
 
     Raises:
         ValueError: if a format or the block is unknown, an axis is no data axis or has a format already, or the plan
@@ -61,6 +77,8 @@ class compress(Transform):
     gather: str | None = "int8"
     reduce: str | None = "int4"
     block: int = 64
+    feedback: float | None = None
+    reset: int | None = None
     order: ClassVar[Order] = Order.COMPRESS
 
     def __post_init__(self) -> None:
@@ -71,6 +89,10 @@ class compress(Transform):
                 raise ValueError(f"compress({what}={given!r}): it is {', '.join(map(repr, formats))}")
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 2 or self.block % 2:
             raise ValueError(f"compress(block={self.block!r}): it is an even number of elements")
+        if self.feedback is not None and not (is_number(self.feedback) and 0 < self.feedback <= 1):
+            raise ValueError(f"compress(feedback={self.feedback!r}): it is the weight of the newest error, up to 1")
+        if self.reset is not None and (self.feedback is None or not is_positive_int(self.reset)):
+            raise ValueError(f"compress(reset={self.reset!r}): it is a number of steps, and needs feedback=")
 
     def apply(self, f: LocalFunction) -> LocalFunction:
         axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
@@ -84,7 +106,23 @@ class compress(Transform):
                 "gather=None"
             )
         stored = masters[0].dtype if masters else None
-        return f.requesting(RunPass(WireFormats(axes, self._text(self.gather), self._text(self.reduce), stored)))
+        texts, feeds_back = (self._text(self.gather), self._text(self.reduce)), self.feedback is not None
+        f = f.requesting(self._feedback(f, axes)) if feeds_back else f
+        return f.requesting(RunPass(WireFormats(axes, *texts, stored, feeds_back)))
+
+    def _feedback(self, f: LocalFunction, axes: tuple[str, ...]) -> ErrorFeedback:
+        assert self.feedback is not None
+        without = {
+            "reduce=None": self.reduce is None,
+            "fp.zero(layout='flat')": flat_update(f.applied),
+            "a rank that holds all": bool(owners_of(f.applied)),
+            "another compress with feedback=, inside of this one": bool(f.applied.all(ErrorFeedback)),
+        }
+        for what in (words for words, is_there in without.items() if is_there):
+            raise ValueError(f"{self.name}: feedback={self.feedback:g} does not go with {what}; leave one of them out")
+        data = tuple(each.axis for each in f.applied.all(DataAxis))
+        late = tuple(each.axis for each in f.applied.all(UpdateSharding))
+        return ErrorFeedback(axes, data, late, self.feedback, self.reset)
 
     def _text(self, form: str | None) -> str:
         text = "" if form is None else IDENTITY if form == IDENTITY else f"{form}/{self.block}"

@@ -54,14 +54,10 @@ class offload(Transform):
             the first ones.
         at_least: the size from which an activation moves: a number of bytes, or a text such as "1MiB".
         path: a folder on the disk.
-<<<<<<< HEAD
-        group: most bytes of state, and gradients, of other memories that are updated at the same time, or a parameter's.
+        group: most bytes of state, and gradients, of other memories that are updated together, or a parameter's.
         ahead: number of layers between the move of a layer's parameters to the device and their use, or their gather,
             and between their read from a disk and this move. By default 1, and 0 for memories by patterns, such as
             those of a device map, which counts one layer.
-=======
-        group: most bytes of state and gradients of other memories that are updated at a time, or one parameter's.
->>>>>>> 3365c2b5 (A shorter line)
 
     Raises:
         ValueError: for an unknown memory, if nothing moves, for an `update` of state on the device, a fraction that is

@@ -165,7 +165,7 @@ class SmallerUpdates(StateRequest):
 
     tree: ClassVar[type[CountedState]] = CountedState
 
-    def init(self, params: Any, layout: Any) -> Any:
+    def init(self, params: Any, applied: Any, layouts: Any) -> Any:
         return torch.zeros((), dtype=torch.int64)
 
     def updated(self, update: Update, leaves: Any) -> tuple[Update, Any]:

@@ -61,10 +61,14 @@ CASES = {
     "before": st.sampled_from(["", "tensor", "tensor, split", "remat", "bf16"]),
     "after": st.sampled_from(["", "accumulate", "each", "pipeline", "offload"]),
     "bucket": st.sampled_from([None, 300, "auto"]),
+    "feedback": st.sampled_from([None, 0.5]),
 }
 
 
-def check_identity(inner: str, ranks: tuple[int, int], before: str, after: str, bucket: Any) -> None:
+def check_identity(
+    inner: str, ranks: tuple[int, int], before: str, after: str, bucket: Any, feedback: float | None
+) -> None:
+    feedback = None if inner == "flat" else feedback
     chosen, sizes = DATA[inner], dict(zip(("node", "local"), ranks, strict=True))
     used = {each.axis: sizes[each.axis] for each in reversed(chosen)}
     after = "" if after == "pipeline" and inner == "flat" else after
@@ -79,9 +83,10 @@ def check_identity(inner: str, ranks: tuple[int, int], before: str, after: str, 
     }
     others = [axis for axis, name in (("tensor", before), ("pipe", after)) if name.startswith(axis)]
     mesh = Mesh({**used, **dict.fromkeys(others, 2)})
-    rows = [[*named.get(before, []), *chosen, *more, *outer.get(after, [])] for more in ([], [compressed(chosen)])]
-    (plain, _), (same, program) = (trained(fp.chain(*row), mesh, bucket, size=24) for row in rows)
-    assert all(map(torch.equal, plain, same))
+    same = compressed(chosen, feedback=feedback)
+    rows = [[*named.get(before, []), *chosen, *more, *outer.get(after, [])] for more in ([], [same])]
+    (plain, _), (found, program) = (trained(fp.chain(*row), mesh, bucket, size=24) for row in rows)
+    assert all(map(torch.equal, plain, found))
     assert any(kind == "all_to_all" for kind, _ in program.counts()) or max(used.values()) == 1
 
 
@@ -198,6 +203,16 @@ def test_gathered_parameters_are_within_the_bound(rows: int, columns: int, form:
     assert columns == 1 or not torch.equal(found[0], w)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_gradient_with_a_part_that_is_equal_on_all_ranks_is_compressed(stage: int) -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return ((w - 1).square().sum() + (w * x).sum(-1)).mean()
+
+    plan = fp.chain(fp.zero(stage, "data"), fp.compress("data", gather=None))
+    program = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), plan).lower(torch.zeros(4), torch.ones(2, 4))
+    assert program.counts()["all_to_all", ("data",)] == 1
+
+
 def test_the_loss_curve_is_that_of_exact_collectives() -> None:
     curves = []
     for more in ([], [fp.compress(("node", "local"))]):
@@ -228,8 +243,10 @@ def test_an_overflow_skips_the_step() -> None:
 
 
 def on_rank(rank: int, mesh: Mesh) -> list[Any]:
-    plan = fp.chain(*DATA["hybrid"], compressed(DATA["hybrid"], "int8", "int4"))  # every kind of collective
-    return [x.tolist() for x in trained(plan, mesh, "auto", 1)[0]]
+    plan = fp.chain(
+        *DATA["hybrid"], compressed(DATA["hybrid"], "int8", "int4", feedback=0.5)
+    )  # every kind of collective
+    return [x.tolist() for x in trained(plan, mesh, "auto", 2)[0]]
 
 
 def test_processes_compute_the_bits_of_simulated_ranks() -> None:

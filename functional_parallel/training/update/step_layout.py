@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, broadcast_specs
+from sharding_specs import Mesh, P, broadcast_specs, tree_paths
 
 from ...functions import Applied, LocalFunction, PyTree, SpecTree, StackedTree
 from ...ir import hollow, without_memory
@@ -38,6 +38,7 @@ class StepLayout:
     `compute` and `kept` have the tree of the parameters. The other specs have the tree that `packing` computes from it.
     """
 
+    mesh: Mesh
     params: PyTree  # shapes, in their training dtypes
     packing: NoPacking | FlatPacking
     compute: SpecTree  # of the parameters in the loss
@@ -78,9 +79,9 @@ class StepLayout:
         """Return the specs of a packed state of full tensors: the optimizer's `specs`, or the layouts of the update."""
         own, leaves = split_state(state, requests)
         by_itself = getattr(optimizer, "specs", None)  # a user's own pair may lack it
-        specs = self._like_params(own) if by_itself is None else by_itself(self.params, self.update)
+        specs = self.like_params(own) if by_itself is None else by_itself(self.params, self.update)
         specs = self.with_numbers(own, specs, self.offload.on_device)
-        added = [each.specs(held, self._like_params) for each, held in zip(requests, leaves, strict=True)]
+        added = [each.specs(held, self) for each, held in zip(requests, leaves, strict=True)]
         found = with_leaves(specs, requests, added)
         if not self.owners:
             return found
@@ -99,8 +100,20 @@ class StepLayout:
 
         return optree.tree_map(placed, state, broadcast_specs(specs, state))
 
-    def _like_params(self, tree: PyTree) -> SpecTree:
+    def like_params(self, tree: PyTree) -> SpecTree:
         return like_params(tree, self.packing.like, self.update)
+
+    def trained(self) -> dict[str, tuple[torch.Tensor, P]]:
+        """Return the trained parameters and their specs in the update, by path. A flat layout has none."""
+        if self.packing.groups:
+            return {}
+        leaves = zip(optree.tree_leaves(self.params), optree.tree_leaves(self.update), strict=True)
+        rows = zip(tree_paths(self.params), leaves, self.frozen, strict=True)
+        return {
+            path: (leaf, spec.in_compute())
+            for path, (leaf, spec), fixed in rows
+            if not fixed and isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        }
 
     def by_layer(self, tree: PyTree, params: PyTree, fresh: bool) -> PyTree:
         """Return a tree with the layers of stacks apart, where it is like the user's parameters.
@@ -153,7 +166,7 @@ def _layouts_on_device(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: 
         memories = {spec.entered().memory for spec in optree.tree_leaves(kept)}
         storage = {"memory": memories.pop()} if len(memories) == 1 else {}
         flat = optree.tree_map(lambda spec: spec.replace(storage=storage), packing.whole)
-        return StepLayout(shapes, packing, compute, kept, packing.summed, flat, split, split, split, frozen)
+        return StepLayout(mesh, shapes, packing, compute, kept, packing.summed, flat, split, split, split, frozen)
     if resolved.stacks is not None:
         _require_elementwise(resolved.stacks, optimizer, like)
     structure, norm = optree.tree_structure(shapes), (resolved.norm if clipped else None) or (P(),) * len(frozen)
@@ -162,7 +175,7 @@ def _layouts_on_device(f: LocalFunction, mesh: Mesh, params: PyTree, optimizer: 
     packed = NoPacking(shapes, _decided(resolved.stacks, like, optimizer, "constants", None))
     owners = owners_of(applied)
     trees = structure.unflatten(update), structure.unflatten(map(P.in_compute, update)), structure.unflatten(counted)
-    return StepLayout(shapes, packed, compute, kept, compute, whole, *trees, frozen, owners, resolved.stacks)
+    return StepLayout(mesh, shapes, packed, compute, kept, compute, whole, *trees, frozen, owners, resolved.stacks)
 
 
 def _in_memory(spec: P, memory: str) -> P:
