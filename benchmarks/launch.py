@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,17 @@ class Ranks:
         ranks: how many processes.
         environment: variables beside those that torch.distributed reads.
         pipes: whether to hold a pipe to and from each.
+        prefixes: the words before the command of each, such as those that run it on another host.
     """
 
     def __init__(
-        self, script: str, settings: dict[str, Any], ranks: int, environment: dict[str, str], pipes: bool = False
+        self,
+        script: str,
+        settings: dict[str, Any],
+        ranks: int,
+        environment: dict[str, str],
+        pipes: bool = False,
+        prefixes: Sequence[Sequence[str]] = (),
     ) -> None:
         self._script = script
         self._folder = tempfile.TemporaryDirectory()
@@ -48,8 +55,10 @@ class Ranks:
         if pipes:
             ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.processes = [
-            subprocess.Popen(command, env={**everywhere, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **ends)
-            for rank in range(ranks)
+            subprocess.Popen(
+                [*prefix, *command], env={**everywhere, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **ends
+            )
+            for rank, prefix in enumerate(prefixes or [()] * ranks)
         ]
 
     def found(self) -> dict[str, Any] | None:
