@@ -119,7 +119,7 @@ def lifetimes(layers: int) -> dict[str, Calls]:
     """Calls of the lifetimes of a step, whose update has all new parameters as results."""
     train = fp.train_step(loss, fp.optim.adamw(1e-3), ROW, fp.zero(1, "data"), bucket="auto")
     program: Any = train.lower(train.init(parameters(layers, width=4)), *batch(8, width=4))
-    return {"lifetimes": counted(lambda: MemoryCurve(Lifetimes(program.traced, ROW)).peak())[1]}
+    return {"lifetimes": counted(lambda: MemoryCurve(Lifetimes(program.traced)).peak())[1]}
 
 
 def test_lifetimes_of_merged_results() -> None:

@@ -38,6 +38,7 @@ class NodeInfo(NamedTuple):
     implicit_cast: bool = False  # whether the op implies a cast of an operand, which the graph does not contain
     recomputed: bool = False  # whether the op is a copy that recomputes a value in the backward
     is_cheap_copy: bool = False  # whether it is a copy of a cheap op that a pipeline recomputes
+    stored_by: str | None = None  # the pass that stores the value for the backward; "" for none, None if not decided
     phase: str | None = None  # "forward", "backward" or "update", if recorded by `keep_phases`
     enumerated: tuple[tuple[int, int], ...] = ()  # for an index: a dim, and the dim of the indices that enumerates it
     spec: P | None = None  # for an input of a traced function, its declared spec

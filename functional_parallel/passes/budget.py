@@ -1,69 +1,123 @@
-"""Rematerialisation within a budget: as little recomputation as needed for the predicted peak to fit."""
+"""One choice per residual within a budget: as little time as needed for the predicted peak to fit."""
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import fx
 
 from ..errors import BudgetError
-from ..program import WAYS_OUT, MemoryUse
+from ..ir import forward_nodes, update_info
+from ..program import WAYS_OUT, Hardware, MemoryUse
 from ..quantities import readable_bytes
-from .program_pass import Phase, ProgramPass, Unit
-from .recompute import insert_recompute
-from .remat_options import RematLadder, RematOption
+from .best_choice import LARGEST, cheapest
+from .choice_costs import ChoiceCosts, Way
+from .moved_residuals import MovedResiduals
+from .program_pass import Completed, Phase, ProgramPass, Settings, Unit
+from .residual_choices import Residual, ResidualChoices, Rung
+from .stored_residuals import StoredResiduals
+
+Ways = Mapping[Residual, Way]
+_AGAIN = "computed again"
+Tried = Callable[[Ways], tuple[MemoryUse, ...]]
+_TRIALS = 8  # of the cheapest selections by prediction, those that are checked
 
 
 @dataclass(frozen=True)
 class RematToBudget(ProgramPass):
-    """Recompute as little work as makes the peak fit; see `fp.remat`.
+    """Save, recompute, move or split each residual, in the least time for which the peak fits; see `fp.remat`.
 
-    The choices are a ladder that does not depend on the budget; in a pipeline, one of each rank. Their predictions are
-    checked: a copy of the program runs through all later passes, and the memory of the result is computed.
+    The choice for a small program is the best one. For others it is a rung of a ladder that does not depend on the
+    budget; in a pipeline, one of each rank. Predictions are checked: a copy of the program runs through all later
+    passes, and the memory of the result is computed.
     """
 
     budget: int  # bytes per rank
     where: str = "*"  # a pattern for the layers to choose from
+    hardware: Hardware | None = field(default=None, hash=False)  # whose times are the costs; None for fixed rates
     name: ClassVar[str] = "remat"
     phase: ClassVar[Phase] = Phase.RECOMPUTE
 
     def rewrite(self, unit: Unit) -> str:
+        costs = ChoiceCosts(unit.program.mesh, self.hardware, self._forms(unit.settings))
+        for node in forward_nodes(unit.program.traced) if costs.forms else ():
+            update_info(node, stored_by="")
         finished, copies = unit.program.copy()
         unit.rest(finished)
-        ladder = RematLadder(unit.program.traced, finished.traced, copies, unit.program.mesh, self.where)
+        choices = ResidualChoices(unit.program.traced, finished.traced, copies, self.where, costs)
         last, of = finished.copy()
         plain = unit.complete(last)
         if _peak(plain.memories) <= self.budget:
-            return f"{self}: nothing is computed again, at most {readable_bytes(_peak(plain.memories))} are alive"
-        named = {copy: node for node, copy in of.items()}
-        sent, *saved = ([named[node] for node in each if node in named] for each in (plain.sent, *plain.saved))
-        ranks = zip(saved, plain.memories, plain.in_flight, strict=False)  # none without a pipeline
-        ladders = [list(ladder.rungs_of_rank(own, sent, memory.peak, count)) for own, memory, count in ranks]
-        ladders = ladders or [list(ladder.rungs())]
+            return f"{self}: every residual is saved, at most {readable_bytes(_peak(plain.memories))} are alive"
+        known: dict[frozenset[tuple[Residual, Way]], tuple[MemoryUse, ...]] = {}
 
-        @functools.cache
-        def memories(places: tuple[int, ...]) -> tuple[MemoryUse, ...]:
-            trial, copies = unit.program.copy()
-            insert_recompute(trial.traced, {copies[node] for node in _dropped(_taken(ladders, places))})
-            trial.traced.seal()
-            unit.rest(trial)
-            return unit.complete(trial).memories
+        def tried(ways: Ways) -> tuple[MemoryUse, ...]:
+            key = frozenset(ways.items())
+            if key not in known:
+                trial, copies = unit.program.copy()
+                choices.apply(trial.traced, ways, copies)
+                trial.traced.seal()
+                unit.rest(trial)
+                known[key] = unit.complete(trial).memories
+            return known[key]
 
-        reached = self._reached(ladders, memories)
-        taken, found = _taken(ladders, reached), memories(reached)
-        if _peak(found) > self.budget:
-            raise BudgetError(_unreachable(self, plain.memories, found))
-        insert_recompute(unit.program.traced, _dropped(taken))
-        return _note(self, plain.memories, found, taken)
+        ways, is_least = self._chosen(choices, plain, of, tried)
+        if _peak(tried(ways)) > self.budget:
+            raise BudgetError(_unreachable(self, plain.memories, tried(ways), list(_lines(choices, ways))))
+        choices.apply(unit.program.traced, ways)
+        alive = (
+            f"at most {readable_bytes(_peak(tried(ways)))} are alive, {readable_bytes(_peak(plain.memories))} without"
+        )
+        bound = [] if plain.saved else [self._gap(choices, ways, is_least)]
+        return "\n  ".join([f"{self}: {alive}", *_lines(choices, ways), *bound])
 
-    def _reached(
-        self, ladders: list[list[RematOption]], memories: Callable[[tuple[int, ...]], tuple[MemoryUse, ...]]
-    ) -> tuple[int, ...]:
-        """Return the index of the rung to use, for each rank.
+    def _chosen(
+        self, choices: ResidualChoices, plain: Completed, of: Mapping[fx.Node, fx.Node], tried: Tried
+    ) -> tuple[Ways, bool]:
+        """Return the choice to make, and whether it is known to cost least; else one of the lowest peak reached."""
+        is_small = not plain.saved and choices.count <= LARGEST
+        if is_small and (best := self._best(choices, tried, self.budget)) is not None:
+            return best, True
+        found = [self._on_ladder(ladders, tried) for ladders in _ladders(choices, plain, of)]
+        ways = min(found, key=lambda ways: (max(_peak(tried(ways)), self.budget), choices.select(ways).cost))
+        while is_small and _peak(tried(ways)) > self.budget:
+            lower = self._best(choices, tried, _peak(tried(ways)) - 1)
+            if lower is None:
+                break
+            ways = lower
+        return ways, False
+
+    def _gap(self, choices: ResidualChoices, ways: Ways, is_least: bool) -> str:
+        cost, readable = choices.select(ways).cost, choices.costs.readable
+        if is_least or not cost:
+            return f"{readable(cost)} in all, and no choice takes less"
+        least = choices.least(choices.select({}), self.budget)
+        return f"{readable(cost)} in all; no choice takes less than {readable(least)}, {1 - least / cost:.0%} below"
+
+    def _forms(self, settings: Settings) -> list[StoredResiduals]:
+        asked = (each for each in settings.requested if each.name not in settings.options.without)
+        forms = [each for each in asked if isinstance(each, StoredResiduals)]
+        for each in forms:
+            each.check(settings)
+            if isinstance(each, MovedResiduals) and each.fraction < 1:
+                raise ValueError(
+                    f"{self}: the budget decides which activations move, so {each} takes no "
+                    f"fraction={each.fraction:g}; leave out the fraction, or the budget"
+                )
+        return forms
+
+    def _best(self, choices: ResidualChoices, tried: Tried, budget: int) -> Ways | None:
+        for selection in itertools.islice(cheapest(choices, budget), _TRIALS):
+            if _peak(tried(selection.ways)) <= budget:
+                return selection.ways
+        return None
+
+    def _on_ladder(self, ladders: list[list[Rung]], tried: Tried) -> Ways:
+        """Return the choices up to the rung to use, for each rank.
 
         The search starts at the first rung with a predicted peak within the budget, else at the lowest predicted peak.
         It climbs until the peak fits, then descends while the next lower rung fits too. A looser budget never ends
@@ -76,7 +130,7 @@ class RematToBudget(ProgramPass):
         ]
 
         def over(places: Sequence[int]) -> list[bool]:
-            return [memory.peak > self.budget for memory in memories(tuple(places))]
+            return [memory.peak > self.budget for memory in tried(_taken(ladders, places))]
 
         while any(climbs := [high and place < top for high, place, top in zip(over(fit), fit, tops, strict=True)]):
             fit = [place + climb for place, climb in zip(fit, climbs, strict=True)]
@@ -87,46 +141,63 @@ class RematToBudget(ProgramPass):
                 is_settled = [settled or high for settled, high in zip(is_settled, over(lower), strict=True)]
             else:
                 fit = lower
-        return tuple(fit)
+        return _taken(ladders, fit)
 
     def __str__(self) -> str:
         return f"remat(budget={self.budget})"
+
+
+def _ladders(choices: ResidualChoices, plain: Completed, of: Mapping[fx.Node, fx.Node]) -> Iterator[list[list[Rung]]]:
+    """Yield ladders to compare, in a pipeline one of each rank."""
+    named = {copy: node for node, copy in of.items()}
+    sent, *saved = ([named[node] for node in each if node in named] for each in (plain.sent, *plain.saved))
+    for kept in choices.never_recomputed():
+        ranks = zip(saved, plain.memories, plain.in_flight, strict=False)  # none without a pipeline
+        found = [list(choices.rungs_of_rank(kept, own, sent, memory.peak, count)) for own, memory, count in ranks]
+        yield found or [list(choices.rungs(kept))]
+
+
+def _taken(ladders: list[list[Rung]], places: Sequence[int]) -> Ways:
+    return dict(
+        rung.choice
+        for rungs, place in zip(ladders, places, strict=True)
+        for rung in rungs[1 : place + 1]
+        if rung.choice
+    )
 
 
 def _peak(memories: Sequence[MemoryUse]) -> int:
     return max(memory.peak for memory in memories)
 
 
-def _taken(ladders: list[list[RematOption]], places: tuple[int, ...]) -> list[RematOption]:
-    return [rung for rungs, place in zip(ladders, places, strict=True) for rung in rungs[1 : place + 1]]
+def _lines(choices: ResidualChoices, ways: Ways) -> Iterator[str]:
+    """Describe the residuals of each kind, with their bytes and what they cost."""
+    kinds = defaultdict[str, list[Residual]](list)
+    costs = {_AGAIN: choices.select(ways).cost}
+    for residual, way in ways.items():
+        kind = str(way.form or _AGAIN)
+        kinds[kind].append(residual)
+        costs[kind] = costs.get(kind, 0) + way.cost
+        costs[_AGAIN] -= way.cost
+    for kind, found in kinds.items():
+        size, layers = readable_bytes(sum(each.nbytes for each in found)), len({each.layer for each in found})
+        values, where = "value" if len(found) == 1 else "values", "layer" if layers == 1 else "layers"
+        yield f"{kind}: {len(found)} {values} of {size} in {layers} {where}, {choices.costs.readable(costs[kind])}"
 
 
-def _dropped(rungs: list[RematOption]) -> set[fx.Node]:
-    return {node for rung in rungs for node in rung.adds}
-
-
-def _note(
-    remat: RematToBudget, plain: Sequence[MemoryUse], chosen: Sequence[MemoryUse], rungs: list[RematOption]
+def _unreachable(
+    remat: RematToBudget, plain: Sequence[MemoryUse], memories: Sequence[MemoryUse], choice: Sequence[str]
 ) -> str:
-    levels = {rung.layer: rung.what for rung in rungs}  # the last rung of each layer
-    counts = Counter(levels.values())
-    parts = ", ".join(f"{what} of {count} {'layer' if count == 1 else 'layers'}" for what, count in counts.items())
-    return (
-        f"{remat}: computed again: {parts}; at most {readable_bytes(_peak(chosen))} are alive, "
-        f"{readable_bytes(_peak(plain))} without"
-    )
-
-
-def _unreachable(remat: RematToBudget, plain: Sequence[MemoryUse], memories: Sequence[MemoryUse]) -> str:
     lowest = max(memories, key=lambda memory: memory.peak)
     alive = {kind: size for kind, size in lowest.alive.items() if size}
     kinds = sorted(alive, key=lambda kind: -alive[kind])
     ways = dict.fromkeys(WAYS_OUT[kind] for kind in kinds[:3])
     rank = f"rank {memories.index(lowest)} of the pipeline" if len(memories) > 1 else "a rank"
+    by = f" The choice is {'; '.join(choice)}." if choice else ""
     return (
-        f"{remat}: the lowest peak that recomputation reaches is {lowest.peak} bytes ({readable_bytes(lowest.peak)}) "
-        f"on {rank}, {readable_bytes(lowest.peak - remat.budget)} above the budget; without it, "
-        f"{readable_bytes(_peak(plain))}. Alive there, at {lowest.ops[lowest.at]}: "
+        f"{remat}: the lowest peak that a choice reaches is {lowest.peak} bytes ({readable_bytes(lowest.peak)}) on "
+        f"{rank}, {readable_bytes(lowest.peak - remat.budget)} above the budget; without it, "
+        f"{readable_bytes(_peak(plain))}.{by} Alive there, at {lowest.ops[lowest.at]}: "
         f"{', '.join(f'{kind} {readable_bytes(alive[kind])}' for kind in kinds)}. Ways out: a budget of {lowest.peak}; "
         f"{'; '.join(ways)}"
     )

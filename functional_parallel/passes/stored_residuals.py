@@ -56,17 +56,23 @@ class StoredResiduals(ProgramPass):
     def unpack(self, parts: Sequence[Tensor], like: Aval) -> Tensor:
         """Return the value, whose shape and dtype `like` has, from the stored tensors."""
 
+    def taken(self, values: Sequence[fx.Node], mesh: Mesh) -> Sequence[fx.Node]:
+        """Return the residuals to convert: of those that a budget chose a way for, the ones of this pass."""
+        return [value for value in self.chosen(values, mesh) if info(value).stored_by in (None, str(self))]
+
     def rewrite(self, unit: Unit) -> str | None:
         traced, mesh = unit.program.traced, unit.program.mesh
+        is_decided = any(info(node).stored_by is not None for node in traced.graph.nodes)
         if unit.exchange is not None:
-            return self.note(unit.exchange(self.chosen, self.pack, self.unpack))
+            stored = unit.exchange(self.taken, self.pack, self.unpack)
+            return self.note(stored) if stored or not is_decided else None
         found = residuals(traced)
-        stored = self.chosen(on_device([value for value in found if not _is_view(value)], traced), mesh)
+        stored = self.taken(on_device([value for value in found if not is_view(value)], traced), mesh)
         for value in stored:
             with traced.graph.inserting_before(next_op(value)):
                 parts = call_inline(traced, self.pack, [value], mesh, info(value))
             restore(traced, self.unpack, value, parts, found[value], mesh)
-        return self.note(stored)
+        return self.note(stored) if stored or not is_decided else None
 
 
 @dataclass(frozen=True)
@@ -86,16 +92,16 @@ class RecomputeFromStored(ProgramPass):
         for each in self.stored:
             each.check(unit.settings)
         traced, mesh = unit.program.traced, unit.program.mesh
-        saved = _bases(residuals(traced))
-        chosen = {value for each in self.stored for value in each.chosen(on_device(saved, traced), mesh)}
+        saved = bases(residuals(traced))
+        chosen = {value for each in self.stored for value in each.taken(on_device(saved, traced), mesh)}
         there, dropped = {*saved, *traced.inputs, *made_of_parameters(list(traced.nodes))}, set[fx.Node]()
         for value in residuals(traced):
             met = _to_bases([value])
-            dropped.update(view for view in met if _is_view(view) and not chosen.isdisjoint(met))
+            dropped.update(view for view in met if is_view(view) and not chosen.isdisjoint(met))
         for value in chosen:
             op = first_operand(value) if value.target is operator.getitem else value
-            if is_cheap(op) and there.issuperset(_bases(operands_of(op))):
-                dropped |= {op, value, *filter(_is_view, _to_bases(operands_of(op)))}
+            if info(value).stored_by is None and is_cheap(op) and there.issuperset(bases(operands_of(op))):
+                dropped |= {op, value, *filter(is_view, _to_bases(operands_of(op)))}
         insert_recompute(traced, dropped)
 
 
@@ -127,14 +133,14 @@ def counted(values: Sequence[fx.Node]) -> str:
 
 def _to_bases(values: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """Return values, and if they are views, the views and the value that they are taken of."""
-    return reached(values, lambda value: operands_of(value) if _is_view(value) else ())
+    return reached(values, lambda value: operands_of(value) if is_view(value) else ())
 
 
-def _bases(values: Iterable[fx.Node]) -> list[fx.Node]:
-    return [value for value in _to_bases(values) if not _is_view(value)]
+def bases(values: Iterable[fx.Node]) -> list[fx.Node]:
+    return [value for value in _to_bases(values) if not is_view(value)]
 
 
-def _is_view(value: fx.Node) -> bool:
+def is_view(value: fx.Node) -> bool:
     is_op = value.op == "call_function" and value.target is not operator.getitem
     return is_op and view_base(value) is not None
 
@@ -163,6 +169,20 @@ def restore(
         reader.replace_input_with(value, restored)
 
 
+def there_and_back(form: StoredResiduals, like: NodeInfo, mesh: Mesh) -> tuple[Traced, int]:
+    """Return a program that stores and restores a value, and the bytes on the device of what it stores."""
+
+    def stored(value: Tensor) -> list[Tensor]:
+        parts = form.pack(value)
+        return [*parts, form.unpack(parts, like.aval)]
+
+    with bind(mesh.shape, None):
+        body = trace(stored, [like.aval], types=[like.typed], on_node=Typing(mesh.shape))
+    memories = memories_of(body)
+    parts = [part for part in body.outputs[:-1] if isinstance(part, fx.Node) and memories[part] == "device"]
+    return body, size_of(parts)
+
+
 def call_inline(
     traced: Traced, f: Callable[..., Sequence[Tensor]], operands: Sequence[fx.Node], mesh: Mesh, like: NodeInfo
 ) -> list[fx.Node]:
@@ -173,6 +193,6 @@ def call_inline(
     values = dict(zip(body.inputs, operands, strict=True))
     for node in body.nodes:
         made = info(node)._replace(source=like.source, forward_node=like.forward_node)
-        made = made._replace(backward=like.backward, recomputed=like.recomputed)
+        made = made._replace(backward=like.backward, recomputed=like.recomputed, stored_by=like.stored_by)
         values[node] = traced.add_copy(node, values.__getitem__, made)
     return [values[output] for output in body.outputs]

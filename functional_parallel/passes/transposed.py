@@ -51,8 +51,11 @@ def _turns(node: fx.Node) -> bool:
 
 
 def _can_turn(node: fx.Node, outputs: list[object]) -> bool:
-    """Whether a value has a single user, and its op can compute the transpose just as well."""
-    if node.op != "call_function" or len(node.users) != 1 or node in outputs:
+    """Whether a value has a single user, and its op can compute the transpose just as well.
+
+    A recomputed value keeps the orientation, and so the bits, of the forward.
+    """
+    if node.op != "call_function" or len(node.users) != 1 or node in outputs or info(node).recomputed:
         return False
     if node.target is aten.mm.default:
         return True

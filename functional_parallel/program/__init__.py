@@ -22,7 +22,7 @@ from .memory_budget import WAYS_OUT, Memory
 from .memory_moves import MemoryMove, bytes_of_moves, ended_before, may_outlast, moves_of, waits_of
 from .overlap import is_started, one_scatter_at_a_time, overlapped
 from .pass_table import PassTable, Watch
-from .price import Price, price_of
+from .price import Price, price_of, readable_seconds, seconds_of
 from .price_item import Item
 from .program import Program, has_owner
 from .purpose import RoleFinder

@@ -11,6 +11,7 @@ from sharding_specs import Mesh
 
 from .. import _torch
 from ..ir import OPS_ON_SHAPES, Aval, info, operands_of, walk_args
+from ..ops import is_move
 from .aliasing import view_base
 from .traffic import collective_of
 
@@ -20,6 +21,7 @@ aten = torch.ops.aten
 # the order matters: elementwise ops are cheap compared to products, and communication is expensive.
 _PER_BYTE_MOVED = 8
 _PER_BYTE_SENT = 100
+_PER_BYTE_OF_A_LINK = 1000  # between memories
 _TAKE = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
@@ -46,12 +48,13 @@ def flops(node: fx.Node) -> int:
 
 
 def recompute_cost(node: fx.Node, mesh: Mesh) -> int:
-    """Cost of an op in flops: its own flops, plus the bytes that it moves and sends at a fixed rate."""
+    """Cost of an op in flops: its own flops, plus the bytes that it reads, writes, moves and sends at fixed rates."""
     if view_base(node) is not None:
         return 0
     collective = collective_of(node, mesh)
     sent = 0 if collective is None else collective.bytes
-    return flops(node) + _PER_BYTE_MOVED * bytes_moved(node) + _PER_BYTE_SENT * sent
+    linked = info(node).nbytes if is_move(node) else 0
+    return flops(node) + _PER_BYTE_MOVED * bytes_moved(node) + _PER_BYTE_SENT * sent + _PER_BYTE_OF_A_LINK * linked
 
 
 def bytes_moved(node: fx.Node) -> int:

@@ -49,7 +49,7 @@ class offload(Transform):
         parameters: memory of the parameters at rest. From the host or "disk", those of a layer move to the device just
             before their use, or their gather, and again for the backward. Or memories by patterns of paths, as
             `{"layers/4-7": "host"}`, or an `fp.device_map`; other parameters stay on the device.
-        activations: memory of saved activations.
+        activations: memory of saved activations. Beside `fp.remat(budget=…)`, of those that the budget moves.
         fraction: share of the parameters, by bytes, to which `state` and `gradients` apply, and of the activations:
             the first ones.
         at_least: the size from which an activation moves: a number of bytes, or a text such as "1MiB".

@@ -38,6 +38,8 @@ class partition_activations(Transform):
     >>> print(parts.notes[0])
     partition_activations('tensor'): 8 saved activations of 1.0 MiB are split, and gathered for the backward
 
+    Beside `fp.remat(budget=…)` the budget chooses the activations that are split.
+
     Args:
         axis: the mesh axis, usually that of `fp.tensor_parallel`. Values that differ along it are saved as they are.
         memory: memory in which a rank keeps its parts: "device", or "host" for Pa+cpu of ZeRO-R.

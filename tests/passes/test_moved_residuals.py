@@ -106,17 +106,6 @@ def test_a_share_is_that_of_the_first_values() -> None:
     assert all(info(node).backward for node in up) and not any(info(node).backward for node in down)
 
 
-def test_a_budget_counts_the_device() -> None:
-    """What moves need not be recomputed. The budget is that of the device."""
-    moves, peak = fp.offload(activations="host", at_least=1), lowered().memory().peak
-    budget = peak // 3
-    with pytest.raises(fp.BudgetError, match="the lowest peak that recomputation reaches"):
-        lowered(fp.remat(budget=lowered(outer=(moves,)).memory().peak))
-    for outer, text in (((), "computed again: all"), ((moves,), "nothing is computed again")):
-        program = lowered(fp.remat(budget=budget), outer=outer)
-        assert program.memory().peak <= budget and text in program.notes[0]
-
-
 def test_small_values_stay() -> None:
     large = fp.offload(activations="host", at_least="1MiB")
     program, plain = lowered(outer=(large,)), lowered()
