@@ -12,8 +12,9 @@ from sharding_specs import P
 
 from ..collectives import DimSplit
 from ..ir import Traced, first_operand, info, operands_of, the_call, topological_order, update_info
+from ..ops import is_move, is_number
 from ..passes import combine_op, microbatch_dim, with_dim_size, with_global_size
-from ..program import Program
+from ..program import Program, memories_of
 from .extract import Extractor
 from .roles import OpRole, OpRoles
 
@@ -30,6 +31,23 @@ class EpilogueInput(NamedTuple):
     kind: str
     node: fx.Node
     which: int = 0  # the chain of a total, or the microbatch of a collected value
+
+
+def _compute_in_each_memory(traced: Traced) -> None:
+    """Compute what reads nothing, such as zeros, once in each memory that reads it. A part would get it from one."""
+    memories, free = memories_of(traced), {node for node in traced.graph.nodes if node.op == "get_attr"}
+    for node in traced.nodes:
+        if free.issuperset(operands_of(node)) and not is_move(node) and not is_number(node):
+            free.add(node)
+    for node in reversed([node for node in traced.nodes if node in free]):
+        readers = [user for user in node.users if user in memories and not is_move(user)]
+        for memory in sorted({memories[user] for user in readers} - {memories[node]}):
+            with traced.graph.inserting_before(node):
+                copy = traced.add_copy(node, lambda operand: operand, info(node))
+            memories[copy] = memory
+            for user in readers:
+                if memories[user] == memory:
+                    user.replace_input_with(node, copy)
 
 
 class EpilogueGraph:
@@ -55,6 +73,7 @@ class EpilogueGraph:
         results = zip(roles.traced.outputs, program.out_specs, strict=True)
         self.traced.outputs = [self._output(output, spec) for output, spec in results]
         self.traced.seal()
+        _compute_in_each_memory(self.traced)
         unused = [node for node in self.traced.inputs if not node.users and self.given[node].kind != "input"]
         assert not unused, f"nothing uses {unused[0]}"
         self.links = self._links(inputs, program.in_paths, program.out_paths)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.optim import Optimizer
 from sharding_specs import Mesh
 
 from ..passes.networks import batch, loss, parameters
@@ -34,6 +35,7 @@ from .composed_memories import (
 
 KEEPS_BITS = ("offload", "partition_activations", "remat")
 X, Y = batch(48)
+ADAMW = fp.optim.adamw(1e-2)
 ACCEPTED = [chosen for chosen in pairs() if is_accepted(chosen)]
 REFUSED = [chosen for chosen in pairs() if not is_accepted(chosen)]
 MANY = covering()
@@ -46,9 +48,9 @@ def without(chosen: Chosen) -> Chosen:
     return plain if plain.get("compress") != "identity" else {**plain, "compress": ""}
 
 
-def step(chosen: Chosen, budget: int | None = None) -> Any:
+def step(chosen: Chosen, optimizer: Optimizer, budget: int | None = None) -> Any:
     given = {feature: variant for feature, variant in chosen.items() if variant}
-    return fp.train_step(loss, fp.optim.adamw(1e-2), mesh_of(chosen), plan_of(given, budget), clip=0.5)
+    return fp.train_step(loss, optimizer, mesh_of(chosen), plan_of(given, budget), clip=0.5)
 
 
 def started(train: Any) -> Any:
@@ -73,7 +75,7 @@ def is_same(a: list[Any], b: list[Any]) -> bool:
 
 def check(chosen: Chosen, folder: Path) -> None:
     chosen = completed(chosen)
-    plain = step(without(chosen))
+    plain = step(without(chosen), ADAMW)
     first, _ = run(plain, started(plain), 1)
     plain.save(first, folder / "plain")
     wanted = bits(plain, run(plain, first, 2))
@@ -81,7 +83,7 @@ def check(chosen: Chosen, folder: Path) -> None:
         assert wanted[-2].item() == pytest.approx(loss_of_one_rank(), rel=0.1 if "compress" in chosen else 0.02)
     memory = plain.program.memory()
     peak = max(each.peak for each in getattr(memory, "ranks", [memory]))
-    moved = step(chosen, budget=peak)
+    moved = step(chosen, ADAMW, budget=peak)
     first, _ = run(moved, started(moved), 1)
     moved.save(first, folder / "moved")
     assert is_same(bits(moved, run(moved, first, 2)), wanted)
@@ -92,7 +94,7 @@ def check(chosen: Chosen, folder: Path) -> None:
 
 @cache
 def loss_of_one_rank() -> float:
-    train = fp.train_step(loss, fp.optim.adamw(1e-2), Mesh(), clip=0.5)
+    train = fp.train_step(loss, ADAMW, Mesh(), clip=0.5)
     return run(train, started(train), 3)[1].loss.item()
 
 
@@ -115,7 +117,7 @@ def test_what_always_runs_has_every_two_features() -> None:
 def test_a_pair_that_is_refused(chosen: Chosen) -> None:
     refusal = next(each for each in REFUSALS if each.holds(completed(chosen)))
     with pytest.raises(refusal.error, match=refusal.message):
-        train = step(completed(chosen))
+        train = step(completed(chosen), ADAMW)
         train.lower(started(train), X.float(), Y)
 
 
@@ -130,3 +132,10 @@ def test_a_pair(chosen: Chosen, tmp_path: Path) -> None:
 )
 def test_many_at_once(number: int, tmp_path: Path) -> None:
     check(MANY[number], tmp_path)
+
+
+def test_zeros_that_a_stage_reads_on_the_host_and_on_the_device() -> None:
+    """Scales of quantised moments begin with zeros, which are computed once for all of one shape."""
+    quantised = fp.optim.quantised(ADAMW, block=16, whole_below=32)
+    train = step({"offload": "half of the state", "zero": "secondary", "pipeline": "gpipe"}, quantised)
+    assert train.lower(started(train), X.float(), Y).memory().peaks["host"]
