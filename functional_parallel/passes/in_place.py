@@ -54,7 +54,7 @@ class InPlaceUpdates(ProgramPass):
         _skip_inside(traced)
         with traced.without_output() as new:
             _merge_all(traced, new)
-        _write_into_old(traced)
+        _write_into_old(traced, mesh)
         _write_rows(traced)
 
 
@@ -160,7 +160,7 @@ def _merge(
             traced.graph.erase_node(update)
 
 
-def _write_into_old(traced: Traced) -> None:
+def _write_into_old(traced: Traced, mesh: Mesh) -> None:
     """Write a value that is unpacked from a bucket, or moved, into the donated input that it replaces.
 
     No op may read the input later. It has the memory of its new value, as both have one spec.
@@ -172,12 +172,15 @@ def _write_into_old(traced: Traced) -> None:
         new = traced.outputs[index] if index is not None else None
         if not (isinstance(new, fx.Node) and new.target in INTO_OLD and info(new).val == info(old).val):
             continue
-        if counts[new] == 1 and _varies_alike(old, new) and _dies_at(new, old, position, returned):
+        if counts[new] == 1 and _varies_alike(old, new, mesh) and _dies_at(new, old, position, returned):
             new.target, new.args = INTO_OLD[new.target], (old, *new.args)
 
 
-def _varies_alike(old: fx.Node, new: fx.Node) -> bool:
-    return new.target is UNPACK or info(old).type == info(new).type
+def _varies_alike(old: fx.Node, new: fx.Node, mesh: Mesh) -> bool:
+    """Whether two values vary along the same axes. Along an axis of one rank, nothing varies."""
+    types = [info(each).type for each in (old, new)]
+    known = [{axis: each[axis] for axis in each if mesh.axis_size(axis) > 1} for each in types if each is not None]
+    return new.target is UNPACK or types[0] == types[1] or (len(known) == 2 and known[0] == known[1])
 
 
 def _write_rows(traced: Traced) -> None:

@@ -230,6 +230,7 @@ def test_offloaded_parameters_have_the_bits_of_the_others() -> None:
     assert train.program.memory().alive["parameters"] == 0, "those of the device"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("apart", [False, True])
 def test_nvme_is_a_disk(apart: bool, tmp_path: Path) -> None:
     """The bits of the file without it; a folder for each, or one."""
@@ -257,6 +258,7 @@ def test_a_group_on_disk_has_the_elements_of_the_file() -> None:
     assert plan.transforms[-1] == fp.offload(state="disk", path=tempfile.gettempdir(), group=1200)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("quantised", [False, True])
 def test_a_second_partition_is_gathered_within_hosts_alone(quantised: bool) -> None:
     """ZeRO++: parameters cross the slow axis once."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.ir import info
-from functional_parallel.ops import kind_of_memory, moved_value
+from functional_parallel.ops import TO_MEMORY, kind_of_memory, moved_value
 from functional_parallel.pipelines import PipelineProgram
 from functional_parallel.program import StorageTable, memories_of, memory_moves
 from sharding_specs import Mesh
@@ -243,6 +243,17 @@ def test_state_is_updated_in_place_after_a_pipeline_with_clipping(update: str | 
     assert peaks["disk"] < 2 * 4 * size and peaks["host"] < 2 * 4 * size
 
 
+def test_one_rank_does_not_hold_old_and_new_parameters() -> None:
+    """Donated parameters are overwritten as they come back, on one rank too, where no bucket brings them."""
+    precision = fp.mixed_precision("bf16", reduce="bf16")
+    plan = fp.chain(precision, fp.zero(2, "data"), fp.offload(state="host"))
+    program = trained(plan, Mesh(data=1), "adamw", donate=True)[0].program
+    assert predicted(program) == measured(program)
+    parameters_and_gradients = 4 * sum(leaf.numel() for leaf in optree.tree_leaves(parameters(3, 24, 16)))
+    assert program.memory().peaks["device"] < parameters_and_gradients + 2 * 24 * 48
+    assert not [move for move in program.moves() if move.node.target is TO_MEMORY and move.kind == "host → device"]
+
+
 @pytest.mark.parametrize("bucket", ["auto", None])
 def test_a_bucket_is_one_transfer(bucket: Any) -> None:
     plan = fp.chain(fp.mixed_precision("bf16"), fp.zero(2, "data"), fp.offload(state="host"))
@@ -319,6 +330,9 @@ def test_wrong_orders_and_memories_are_refused() -> None:
             fp.offload(update="device" if "state" not in wrong else "disk", **wrong)
     with pytest.raises(fp.BudgetError, match=r"of the memory 'host', .* above the budget, at "):
         trained(fp.offload(state="host"), Mesh(), "adamw", memory=fp.Memory(device="1MiB", host="1KiB"))
+    on_disk = fp.offload(state="disk", path=tempfile.gettempdir())
+    with pytest.raises(fp.BudgetError, match=r"of the memory 'disk', .* above the budget, at "):
+        trained(on_disk, Mesh(), "adamw", memory=fp.Memory(disk="1KiB"))
 
 
 def test_a_second_offload_adds_to_the_first() -> None:
