@@ -223,10 +223,11 @@ def test_a_table_goes_between_its_marks(tmp_path: Path) -> None:
 
 SECTIONS = ["peers", "peers alone", "misses", "machine"]  # of compare.py
 OTHERS = ["staged step", "partition time", "equivalence rate", "timeline", "collectives"]
+LARGEST = ["largest planned", "largest here"]
 GPU = ["gpu tests", "gpu equal", "gpu speed", "gpu kernels", "gpu dropout", "gpu memory"]
 
 
-@pytest.mark.parametrize("section", [*SECTIONS, *OTHERS, *GPU])
+@pytest.mark.parametrize("section", [*SECTIONS, *OTHERS, *LARGEST, *GPU])
 def test_the_page_has_a_section_for_every_table(section: str) -> None:
     """Each is there once, and holds a table or a sentence."""
     import report

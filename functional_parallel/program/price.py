@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,7 @@ class _RankClocks:
         return start
 
     def _communicate(self, node: fx.Node, one: Collective) -> None:
-        seconds = self.hardware.collective(one, self.mesh)
+        seconds = seconds_of(node, self.mesh, self.hardware, self.memories)
         known = one.kind, one.axes, self.phases[node], str(one.source or "")
         start = self._start(node, "between ranks", seconds)
         self.items.append(Item(*known, 0, 0, one.bytes, seconds, start=start, parameters=one.parameters))
@@ -261,24 +261,38 @@ class _RankClocks:
             self._wait([node])
 
     def _compute(self, node: fx.Node) -> None:
-        done, nbytes, dtype = flops(node), bytes_moved(node), _dtype(node)
+        done, nbytes, seconds = flops(node), bytes_moved(node), seconds_of(node, self.mesh, self.hardware, self.memories)
         what, lane, paths = "products" if done else "other ops", "device", tuple[str, ...]()
         if is_move(node):
-            ends = [kind_of_memory(self.memories[each]) for each in (moved_value(node), node)]
-            nbytes, lane = info(node).nbytes, " → ".join(ends)
+            nbytes, lane = info(node).nbytes, " → ".join(_ends(node, self.memories))
             what, paths = lane, info(node).parameters or (info(moved_value(node)).path or self.paths.get(node, ""),)
-            link = self.hardware.disk if "disk" in ends else self.hardware.host
-            seconds = link.seconds(nbytes / self.hardware.links_share)
         elif self.memories[node] == "host":
-            seconds, done, what, lane = self.hardware.on_host(nbytes), 0, "host ops", "host"
-        else:
-            seconds = self.hardware.compute(done, nbytes, dtype)
-        self.flops[dtype] += done
+            done, what, lane = 0, "host ops", "host"
+        self.flops[_dtype(node)] += done
         known = what, (), self.phases[node], str(info(node).source or "")
         start = self._start(node, lane, seconds)
         self.items.append(Item(*known, done, nbytes, 0, seconds, start=start, parameters=paths))
         if is_move(node) and node not in self.moves:
             self._wait([node])
+
+
+def seconds_of(node: fx.Node, mesh: Mesh, hardware: Hardware, memories: Mapping[fx.Node, str]) -> float:
+    """Return the duration of an op or a collective if nothing else runs."""
+    collective = collective_of(node, mesh)
+    if collective is not None and collective.bytes:
+        return hardware.collective(collective, mesh)
+    if collective is not None or primitive_name(node) is not None or view_base(node) is not None:
+        return 0.0
+    if is_move(node):
+        link = hardware.disk if "disk" in _ends(node, memories) else hardware.host
+        return link.seconds(info(node).nbytes / hardware.links_share)
+    if memories[node] == "host":
+        return hardware.on_host(bytes_moved(node))
+    return hardware.compute(flops(node), bytes_moved(node), _dtype(node))
+
+
+def _ends(move: fx.Node, memories: Mapping[fx.Node, str]) -> list[str]:
+    return [kind_of_memory(memories[each]) for each in (moved_value(move), move)]
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -172,16 +172,6 @@ def test_an_optimizer_whose_collectives_follow_each_other() -> None:
     assert plain[0].program.counts() == moved[0].program.counts()
 
 
-def test_an_optimizer_whose_collectives_follow_each_other() -> None:
-    """Muon brings each matrix to one rank: over one axis, and then over the other."""
-    before = [fp.tensor_parallel("tensor", SPLIT), fp.zero(1, "data")]
-    plain, moved = (
-        trained(fp.chain(*before, *more), Mesh(data=2, tensor=2), "muon") for more in ([], [fp.offload(state="host")])
-    )
-    assert is_same(plain[0].whole(plain[1]), moved[0].whole(moved[1]))
-    assert plain[0].program.counts() == moved[0].program.counts()
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_move_down_and_parameters_up_in_their_types(stage: int) -> None:
     """ZeRO-Offload: 2Ψ + 2Ψ bytes, divided by the ranks that shard the update, and 4 of the clipping factor."""
