@@ -261,7 +261,8 @@ class _RankClocks:
             self._wait([node])
 
     def _compute(self, node: fx.Node) -> None:
-        done, nbytes, seconds = flops(node), bytes_moved(node), seconds_of(node, self.mesh, self.hardware, self.memories)
+        seconds = seconds_of(node, self.mesh, self.hardware, self.memories)
+        done, nbytes = flops(node), bytes_moved(node)
         what, lane, paths = "products" if done else "other ops", "device", tuple[str, ...]()
         if is_move(node):
             nbytes, lane = info(node).nbytes, " → ".join(_ends(node, self.memories))
