@@ -169,7 +169,7 @@ def test_programs_for_cuda(staged: bool) -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"offload\(activations='disc'\): the memories are 'device', 'host'"):
         fp.offload(activations="disc")
-    with pytest.raises(ValueError, match="moves nothing: pass state=, parameters= or activations='host'"):
+    with pytest.raises(ValueError, match="moves nothing: pass state=, gradients=, parameters= or activations='host'"):
         fp.offload()
     with pytest.raises(ValueError, match=r"partition_activations\(memory='disc'\): the memories are"):
         fp.partition_activations("tensor", memory="disc")
