@@ -6,8 +6,8 @@
 One rank trains a network, with its state on the host or on disk, by ZeRO-2's plan. A move over the emulated link
 copies, and then sleeps for its bytes ÷ bandwidth, which takes no core. At a balance of 1, all moves of a step take as
 long as the step without a link. "Not hidden" is (time − the longer of moves and step without a link) ÷ the shorter: 0
-if the shorter is hidden behind the longer, 1 if nothing is. Times are medians of `--steps` steps; the speeds take
-turns, and the spread is from the first to the third quartile.
+if the shorter is hidden behind the longer, 1 if nothing is. Times are medians of `--steps` steps, each after one at the
+same speed; the speeds take turns, and the spread is from the first to the third quartile.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from functional_parallel.runtime.processes import started_moves
 from sharding_specs import Mesh
 
 BALANCES = (0.5, 1.0, 2.0)
+CLIPPED = "the same, clipped"
 WIDTH, LAYERS, ROWS = 768, 8, 1024
 
 
@@ -53,8 +54,10 @@ def plans(folder: str) -> dict[str, Any]:
     host, disk = fp.offload(state="host", group="8MiB"), fp.offload(state="disk", path=folder, group="8MiB")
     return {
         "state on the host": fp.chain(precision, fp.zero(2, "data"), host),
+        CLIPPED: fp.chain(precision, fp.zero(2, "data"), host),
         "the same, 4 microbatches": fp.chain(precision, fp.zero(2, "data"), host, fp.accumulate(4)),
         "state on disk": fp.chain(precision, fp.zero(2, "data"), disk),
+        "parameters on the host": fp.chain(precision, fp.zero(3, "data"), fp.offload(parameters="host")),
     }
 
 
@@ -64,7 +67,8 @@ def measured(name: str, folder: str, steps: int) -> list[list[object]]:
     memory_moves.LEAST = 0
     torch.manual_seed(0)
     params, x = [torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(LAYERS)], torch.randn(ROWS, WIDTH)
-    train = fp.train_step(loss, fp.optim.adamw(1e-4), Mesh(data=1), plans(folder)[name], bucket=4 << 20)
+    plan, clip = plans(folder)[name], 1.0 if name == CLIPPED else None
+    train = fp.train_step(loss, fp.optim.adamw(1e-4), Mesh(data=1), plan, bucket=4 << 20, clip=clip)
     state = train.init(params)
     for _ in range(2):
         state, metrics = train(state, x)
@@ -74,6 +78,7 @@ def measured(name: str, folder: str, steps: int) -> list[list[object]]:
     for _ in range(steps):
         for balance, found in times.items():
             link.bandwidth = moved / (balance * alone) if balance else float("inf")
+            state, _ = train(state, x)  # ends the moves of another speed, which outlast a step
             began = time.perf_counter()
             state, metrics = train(state, x)
             metrics.loss.item()
