@@ -28,7 +28,7 @@ def cheapest(choices: ResidualChoices, budget: int) -> Iterator[Selection]:
         if bound < math.inf:
             heapq.heappush(waiting, (bound, next(count), selection, final))
         if selection.curve.peak()[0] <= budget:
-            heapq.heappush(waiting, (selection.cost, next(count), selection, None))
+            heapq.heappush(waiting, (selection.cost(), next(count), selection, None))
 
     push(choices.select({}), frozenset(), 0)
     while waiting:

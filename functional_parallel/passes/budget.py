@@ -83,7 +83,7 @@ class RematToBudget(ProgramPass):
         if is_small and (best := self._best(choices, tried, self.budget)) is not None:
             return best, True
         found = [self._on_ladder(ladders, tried) for ladders in _ladders(choices, plain, of)]
-        ways = min(found, key=lambda ways: (max(_peak(tried(ways)), self.budget), choices.select(ways).cost))
+        ways = min(found, key=lambda ways: (max(_peak(tried(ways)), self.budget), choices.select(ways).cost()))
         while is_small and _peak(tried(ways)) > self.budget:
             lower = self._best(choices, tried, _peak(tried(ways)) - 1)
             if lower is None:
@@ -92,7 +92,7 @@ class RematToBudget(ProgramPass):
         return ways, False
 
     def _gap(self, choices: ResidualChoices, ways: Ways, is_least: bool) -> str:
-        cost, readable = choices.select(ways).cost, choices.costs.readable
+        cost, readable = choices.select(ways).cost(), choices.costs.readable
         if is_least or not cost:
             return f"{readable(cost)} in all, and no choice takes less"
         least = choices.least(choices.select({}), self.budget)
@@ -173,7 +173,7 @@ def _peak(memories: Sequence[MemoryUse]) -> int:
 def _lines(choices: ResidualChoices, ways: Ways) -> Iterator[str]:
     """Describe the residuals of each kind, with their bytes and what they cost."""
     kinds = defaultdict[str, list[Residual]](list)
-    costs = {_AGAIN: choices.select(ways).cost}
+    costs = {_AGAIN: choices.select(ways).cost()}
     for residual, way in ways.items():
         kind = str(way.form or _AGAIN)
         kinds[kind].append(residual)

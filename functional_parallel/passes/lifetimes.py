@@ -109,7 +109,9 @@ class MemoryCurve:
             for user in self.times.users[value]:
                 if not self.times.backward[user] and user not in self.unused:
                     read = max(read, user)
-                first = user if self.times.backward[user] else self._copied.get(user) if self._reads(user) else None
+                first = (
+                    user if self.times.backward[user] else self._copied.get(user) if user not in self.stored else None
+                )
                 needed = min(needed, needed if first is None else first)
         return read, needed if needed < len(self.times.nodes) else -1
 
@@ -132,7 +134,9 @@ class MemoryCurve:
         while waiting:
             value = -heapq.heappop(waiting)
             users, before = times.users[value], (self._copied.get(value), value in self.unused)
-            copied = (user if times.backward[user] else self._copied.get(user) for user in users if self._reads(user))
+            copied = (
+                user if times.backward[user] else self._copied.get(user) for user in users if user not in self.stored
+            )
             first = min((each for each in copied if each is not None), default=None)
             if first is not None:
                 self._copied[value] = first
@@ -144,10 +148,6 @@ class MemoryCurve:
                 for operand in self.dropped.intersection(times.operands[value]):
                     heapq.heappush(waiting, -operand)
         self._enter(changed.union(*(times.operands[value] for value in changed)))
-
-    def _reads(self, op: int) -> bool:
-        """Whether an op of the backward, or the copy of an op, reads its operands."""
-        return op not in self.stored
 
     def _enter(self, values: Iterable[int]) -> None:
         for value in values:
@@ -161,7 +161,7 @@ class MemoryCurve:
             last[False] += 1  # its parts are made there
         for user in self.times.users[value]:
             for is_copy in self._runs(user):
-                if not (is_copy and (value in self.times.elsewhere or not self._reads(user))):
+                if not (is_copy and (value in self.times.elsewhere or user in self.stored)):
                     read = value in self.dropped and (is_copy or self.times.backward[user])
                     last[read] = max(last[read], self._at(user, is_copy))
         self._last.update(((value, is_copy), place) for is_copy, place in last.items())

@@ -72,11 +72,7 @@ class Selection:
         else:
             self.curve.store(residual.number, residual.views, way.kept)
 
-    @property
-    def cost(self) -> float:
-        return self.cost_without(())
-
-    def cost_without(self, avoided: Collection[int]) -> float:
+    def cost(self, avoided: Collection[int] = ()) -> float:
         """Return the cost if these ops of the forward do not run."""
         again = sum(map(self.of.cost, self.curve.repeated.difference(avoided)))
         return again + sum(way.cost for residual, way in self.ways.items() if self.curve.is_copied(residual.number))
@@ -277,7 +273,7 @@ class ResidualChoices:
             worth = [(cost / freed, freed) for cost, freed in costs if freed > 0]
             if worth:
                 rates.append((min(worth)[0], max(freed for _, freed in worth)))
-        total = selection.cost_without(avoidable)
+        total = selection.cost(avoidable)
         for rate, freed in sorted(rates):
             if need <= 0:
                 break
