@@ -37,7 +37,8 @@ _FILES = "it configures DeepSpeed's checkpoints; train.params(state) returns ful
 _LOGS = "it configures DeepSpeed's logs; a step returns its metrics"
 _OFF = "it configures DeepSpeed's buffers and reads; the host's memory is pinned on CUDA, and a bucket moves at once"
 _DEVICES = ("none", "cpu", "nvme")
-_PLUS = "LoCo and MiCS are not supported"
+_LOCO = "chain config.plan anew, with fp.compress(axes, feedback=…, reset=…) for error feedback"
+_PLUS = "it is not supported"
 _PIPELINE = "fp.pipeline cuts the model into stages"
 _SPECS = "chain fp.tensor_parallel(axis, specs) with config.plan"
 _SAVED = "it configures deepspeed.checkpointing; fp.remat in the plan recomputes"
@@ -190,7 +191,8 @@ _ROWS = [
     *_refused("fp16", "masters in float16 are not supported", fp16_master_weights_and_grads=False),
     *_refused("torch_autocast", "a loss has one compute dtype", lower_precision_safe_modules=("list", None)),
     *_refused(_ZERO, "ZenFlow is not supported", zenflow=_BLOCK),
-    *_refused(_ZERO, _PLUS, zero_quantized_nontrainable_weights=False, zeropp_loco_param=_BLOCK),
+    *_refused(_ZERO, _LOCO, zeropp_loco_param=_BLOCK),
+    *_refused(_ZERO, _PLUS, zero_quantized_nontrainable_weights=False),
     *_refused(_ZERO, _PLUS, mics_shard_size=("integer", -1), mics_hierarchical_params_gather=False),
     *_refused("tensor_parallel", _SPECS, autotp_size=0),
     *_refused("hybrid_engine", _INFERENCE, enabled=False),
