@@ -132,8 +132,10 @@ class RematToBudget(ProgramPass):
         def over(places: Sequence[int]) -> list[bool]:
             return [memory.peak > self.budget for memory in tried(_taken(ladders, places))]
 
+        step = 1
         while any(climbs := [high and place < top for high, place, top in zip(over(fit), fit, tops, strict=True)]):
-            fit = [place + climb for place, climb in zip(fit, climbs, strict=True)]
+            fit = [min(place + step * climb, top) for place, climb, top in zip(fit, climbs, tops, strict=True)]
+            step *= 2
         is_settled = over(fit)
         while any(down := [place > 0 and not settled for place, settled in zip(fit, is_settled, strict=True)]):
             lower = [place - step for place, step in zip(fit, down, strict=True)]

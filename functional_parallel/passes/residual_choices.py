@@ -294,13 +294,18 @@ class _Climb:
         self.place = {each: place for place, each in enumerate(self.members)}
         self.selection = of.select({})
         self.touched: defaultdict[fx.Node, set[Residual]] = defaultdict(set)  # residuals whose cost depends on a value
+        self.again: dict[Residual, tuple[dict[fx.Node, None], float]] = {}  # to recompute each, with the cost
+        self.changed = list(members)  # the offers that are new, in order
+        self.seen: dict[int, int] = {}  # by op, how many of them its heap has
         self.offers: dict[int, list[tuple[float, int, int]]] = {}  # heaps by op: ratio, residual and way
 
     def best(self, at: int) -> tuple[Residual, Way] | None:
         if at not in self.offers:
             self.offers[at] = []
-            for each in self.members:
-                self._offer(each, at)
+            self.seen[at] = 0
+        changed, self.seen[at] = self.changed[self.seen[at] :], len(self.changed)
+        for each in dict.fromkeys(changed):
+            self._offer(each, at)
         heap = self.offers[at]
         while heap:
             ratio, place, order = heapq.heappop(heap)
@@ -319,8 +324,8 @@ class _Climb:
         changed = {residual, *(self.of.of[node] for node in around if node in self.of.of)}
         for each in changed.union(*(self.touched[node] for node in again)):
             if each in self.place:
-                for at in self.offers:
-                    self._offer(each, at)
+                self.again.pop(each, None)
+                self.changed.append(each)
 
     def freed(self, residual: Residual, way: Way) -> int:
         now = self.selection.ways.get(residual)
@@ -341,13 +346,19 @@ class _Climb:
         if way.form is None:
             if residual.number in self.kept:
                 return 0.0
-            again = self.of.again([residual], {**selection.ways, residual: way})
+            again, cost = self._recomputed(residual)
+            freed -= self._saved_for(again, at)
+        return freed / max(cost - (before.cost if before is not None else 0), 1e-12)
+
+    def _recomputed(self, residual: Residual) -> tuple[dict[fx.Node, None], float]:
+        if residual not in self.again:
+            curve = self.selection.curve
+            again = self.of.again([residual], {**self.selection.ways, residual: RECOMPUTED})
             for node in again:
                 self.touched[node].add(residual)
             numbers = self.of.numbers(again)
-            cost = sum(map(self.of.cost, numbers - selection.curve.repeated - selection.curve.unused_with(numbers)))
-            freed -= self._saved_for(again, at)
-        return freed / max(cost - (before.cost if before is not None else 0), 1e-12)
+            self.again[residual] = again, sum(map(self.of.cost, numbers - curve.repeated - curve.unused_with(numbers)))
+        return self.again[residual]
 
     def _saved_for(self, again: Collection[fx.Node], at: int) -> int:
         """Return the bytes of what layers hand on that is saved at an op only if these values are recomputed."""
