@@ -119,31 +119,17 @@ class RematToBudget(ProgramPass):
     def _on_ladder(self, ladders: list[list[Rung]], tried: Tried) -> Ways:
         """Return the choices up to the rung to use, for each rank.
 
-        The search starts at the first rung with a predicted peak within the budget, else at the lowest predicted peak.
-        It climbs until the peak fits, then descends while the next lower rung fits too. A looser budget never ends
-        higher. It starts no higher, and its climb ends at the rung that fits a tighter budget, or below.
+        It is found by bisection below the lowest predicted peak. A looser budget never ends higher: it takes the same
+        rungs to try, up to one that fits it and not the tighter budget, and goes on below that rung.
         """
         tops = [min(range(len(rungs)), key=lambda index: (rungs[index].peak, index)) for rungs in ladders]
-        fit = [
-            next((index for index in range(top) if rungs[index].peak <= self.budget), top)
-            for rungs, top in zip(ladders, tops, strict=True)
-        ]
-
-        def over(places: Sequence[int]) -> list[bool]:
-            return [memory.peak > self.budget for memory in tried(_taken(ladders, places))]
-
-        step = 1
-        while any(climbs := [high and place < top for high, place, top in zip(over(fit), fit, tops, strict=True)]):
-            fit = [min(place + step * climb, top) for place, climb, top in zip(fit, climbs, tops, strict=True)]
-            step *= 2
-        is_settled = over(fit)
-        while any(down := [place > 0 and not settled for place, settled in zip(fit, is_settled, strict=True)]):
-            lower = [place - step for place, step in zip(fit, down, strict=True)]
-            if any(high and step for high, step in zip(over(lower), down, strict=True)):
-                is_settled = [settled or high for settled, high in zip(is_settled, over(lower), strict=True)]
-            else:
-                fit = lower
-        return _taken(ladders, fit)
+        low, high = [0] * len(tops), tops
+        while low != high:
+            middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+            fits = [memory.peak <= self.budget for memory in tried(_taken(ladders, middle))]
+            low = [a if fit or a == b else at + 1 for a, b, at, fit in zip(low, high, middle, fits, strict=True)]
+            high = [at if fit else b for b, at, fit in zip(high, middle, fits, strict=True)]
+        return _taken(ladders, high)
 
     def __str__(self) -> str:
         return f"remat(budget={self.budget})"

@@ -102,6 +102,7 @@ class ResidualChoices:
         self.cost = functools.cache(lambda number: cost(self.times.nodes[number]))
         self.number = {node: self.times.number[copy] for node, copy in copies.items() if copy in self.times.number}
         self.inside = self._inside(where, apart)
+        self.cheap = [node for node in self.forward if node in self.inside and self._is_cheap(node, copies[node])]
         self.residuals = self._residuals(finished, traced)
         self.of = {self.nodes[number]: each for each in self.residuals for number in each.members}
 
@@ -123,6 +124,10 @@ class ResidualChoices:
                 if node in weights and not kept:
                     found.add(node)
         return found
+
+    def _is_cheap(self, node: fx.Node, copy: fx.Node) -> bool:
+        """Whether a later pass recomputes a value that the backward reads."""
+        return any(map(_is_backward, node.users)) and not any(map(_is_backward, copy.users))
 
     @property
     def count(self) -> int:
@@ -163,13 +168,24 @@ class ResidualChoices:
     def again(self, recomputed: Iterable[Residual], ways: Mapping[Residual, Way]) -> dict[fx.Node, None]:
         """Return the values to recompute for some residuals, if these ones are not saved."""
 
-        def is_kept(value: fx.Node) -> bool:
-            return value in self.of and ways.get(self.of[value]) != RECOMPUTED
+        return self._down([self.nodes[number] for each in recomputed for number in sorted(each.members)], ways)
 
-        return reached(
-            [self.nodes[number] for each in recomputed for number in sorted(each.members)],
-            lambda value: [each for each in operands_of(value) if each in self.inside and not is_kept(each)],
-        )
+    def _down(self, values: Iterable[fx.Node], ways: Mapping[Residual, Way]) -> dict[fx.Node, None]:
+        def below(value: fx.Node) -> list[fx.Node]:
+            return [each for each in operands_of(value) if each in self.inside and not self._is_kept(each, ways)]
+
+        return reached(values, below)
+
+    def _is_kept(self, value: fx.Node, ways: Mapping[Residual, Way]) -> bool:
+        return value in self.of and ways.get(self.of[value]) != RECOMPUTED
+
+    def _with_cheap(self, dropped: Collection[fx.Node], ways: Mapping[Residual, Way]) -> Iterable[fx.Node]:
+        """Add the cheap values that are computed from recomputed ones. A later pass would not find their operands."""
+        above = set(dropped)
+        for node in self.forward:
+            if not above.isdisjoint(operands_of(node)) and not self._is_kept(node, ways):
+                above.add(node)
+        return self._down([*dropped, *(node for node in self.cheap if node in above)], ways)
 
     def dropped(self, ways: Mapping[Residual, Way]) -> set[int]:
         return self.numbers(self.again([each for each, way in ways.items() if way.form is None], ways))
@@ -178,7 +194,7 @@ class ResidualChoices:
         self, traced: Traced, ways: Mapping[Residual, Way], copies: Mapping[fx.Node, fx.Node] | None = None
     ) -> None:
         """Rewrite the program, or a copy of it. Another pass stores what is stored in another form."""
-        dropped = [self.nodes[number] for number in self.dropped(ways)]
+        dropped = self._with_cheap([self.nodes[number] for number in self.dropped(ways)], ways)
         insert_recompute(traced, [node if copies is None else copies[node] for node in dropped])
         for each, way in ways.items():
             if way.form is not None:
@@ -365,3 +381,7 @@ class _Climb:
         read = {self.of.of[each] for node in again for each in operands_of(node) if each in self.of.of}
         waiting = (each for each in read if each.node not in again and each.number < at)
         return sum(each.nbytes for each in waiting if self.selection.curve.wait(each.members)[1] < 0)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return info(node).backward
