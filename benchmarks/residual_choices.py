@@ -41,7 +41,7 @@ def main() -> None:
 
     peak = program(fp.remat(where="none")).memory().peak
     for allowed, rest in PLANS.items():
-        for part in (80, 60, 40):
+        for part in (95, 90, 85, 80):
             began = time.process_time()
             try:
                 (note, *_) = program(fp.remat(budget=peak * part // 100, hardware=args.hardware), *rest).notes

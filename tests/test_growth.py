@@ -77,13 +77,13 @@ def phases(plan: str, layers: int) -> dict[str, Calls]:
     return found
 
 
-def require_linear(measure: Callable[[int], dict[str, Calls]], depths: Sequence[int]) -> None:
+def require_linear(measure: Callable[[int], dict[str, Calls]], depths: Sequence[int], most: float = MOST) -> None:
     measure(2)  # what is imported and cached once
     found = [measure(depth) for depth in depths]
     for less, more in itertools.pairwise(found):
         for phase, calls in more.items():
             grown = {name: (less[phase][name], count) for name, count in calls.items() if count > FEW}
-            faster = {name: counts for name, counts in grown.items() if counts[1] > MOST * counts[0]}
+            faster = {name: counts for name, counts in grown.items() if counts[1] > most * counts[0]}
             assert not faster, f"{phase}, from {sum(less[phase].values())} calls to {sum(calls.values())}: {faster}"
 
 
@@ -138,7 +138,7 @@ def remat_to_a_budget(layers: int) -> dict[str, Calls]:
 
 
 def test_remat_to_a_budget() -> None:
-    require_linear(remat_to_a_budget, (6, 12))
+    require_linear(remat_to_a_budget, (6, 12), most=MOST * 5 / 4)  # twice the choices take a fifth trial
 
 
 def asking(layers: int) -> dict[str, Calls]:

@@ -129,7 +129,7 @@ class MemoryCurve:
     def _change(self, values: Collection[int]) -> None:
         times, changed = self.times, set(values)
         self.dropped |= changed
-        waiting = [-value for value in changed]
+        waiting, queued = [-value for value in changed], set(changed)
         heapq.heapify(waiting)
         while waiting:
             value = -heapq.heappop(waiting)
@@ -145,7 +145,8 @@ class MemoryCurve:
                 self.unused.add(value)
             if value in values or before != (first, value in self.unused):
                 changed.add(value)
-                for operand in self.dropped.intersection(times.operands[value]):
+                for operand in self.dropped.intersection(times.operands[value]) - queued:  # all before their operands
+                    queued.add(operand)
                     heapq.heappush(waiting, -operand)
         self._enter(changed.union(*(times.operands[value] for value in changed)))
 
