@@ -92,7 +92,7 @@ def compile(
 
     Raises:
         LayoutError: when a bare function has no specs, or a local function is passed specs.
-        OutSpecError: when called, if the layout of a result differs from its spec, or that of a new state from the old.
+        OutSpecError: when called, if the layout of a result differs from its spec, or a new state's from the old one's.
         SpecError: when called, if the specs do not match the structure of arguments or results, or an `fp.Sharded` has
             another layout; the message has the path.
         DonatedStateError: when called, if the state was given to an earlier call.
@@ -264,7 +264,7 @@ class Compiled:
         """Return the new state for these arguments, as tensors without values, and its specs. Nothing runs.
 
         Args:
-            args: the arguments, of which tensors may be on the meta device.
+            args: the arguments. Their tensors may be on the meta device.
         """
         return new_state_of(self._lower(args))
 

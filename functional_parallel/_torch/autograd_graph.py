@@ -9,7 +9,7 @@ import torch
 
 
 def sources_of_gradients(result: torch.Tensor, tensors: Sequence[torch.Tensor], since: int) -> list[int]:
-    """Return the numbers of the tensors to which the gradient of a result flows.
+    """Return the numbers of the tensors that receive a gradient from a result.
 
     All autograd nodes in between have a number of `since` or more. See `next_node_number`.
     """

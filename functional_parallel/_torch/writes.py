@@ -1,8 +1,9 @@
 """Detection of writes to a tensor through any alias, without reading its values.
 
-torch counts writes in `_version`, but not those of `p.data.mul_(2)` or of a storage. A lazy clone shares the memory of
-a tensor until either of them is written: the written one moves to new memory. While the clone is alive, a tensor at
-its old address therefore has its old values. A reader that wants a writable pointer, such as `numpy()`, moves it too.
+torch counts writes in `_version`, but not the writes of `p.data.mul_(2)` or of a storage. A lazy clone shares the
+memory of a tensor until either of them is written: the written one moves to new memory. While the clone is
+alive, a tensor at its old address therefore has its old values. A reader that wants a writable pointer, such as
+`numpy()`, moves it too.
 """
 
 from __future__ import annotations

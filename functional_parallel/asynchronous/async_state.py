@@ -31,7 +31,7 @@ class AsyncMetrics(NamedTuple):
         version: number of updates before the weights that the rank has now.
         staleness: the largest number of updates between the weights of a gradient and the update that used it, of the
             updates that this step completed. None if it completed none.
-        waited: seconds for which the rank had waited for these weights.
+        waited: seconds that the rank had waited for these weights.
         seconds: time of the end of the step, since the start.
         dropped: number of gradients that this rank's turn did not use, because they came too late for the bound.
         ended: the ranks that have died or left, by name.
@@ -86,7 +86,7 @@ class AsyncState:
 
     @property
     def rank(self) -> int:
-        """The rank whose step comes next: of a simulated run the one that is done first, else this process's."""
+        """The rank of the next step: in a simulated run the rank that finishes first, else this process's rank."""
         return min(self.ready, key=lambda rank: (self.ready[rank], rank))
 
     def __repr__(self) -> str:

@@ -124,7 +124,7 @@ class AsyncStep:
         Raises:
             CollectiveError: if the parameter server died.
             NonFiniteError: for a loss that is not finite; no other rank sees anything of the step.
-            DonatedStateError: on processes, for another state than the last one.
+            DonatedStateError: on processes, for another state than the last state.
         """
         self._require_open(state)
         rank = state.rank
@@ -156,8 +156,8 @@ class AsyncStep:
     def params(self, state: AsyncState) -> PyTree:
         """Return the parameters of a state, without communication.
 
-        In a simulated run they are the newest of all ranks; on processes those that this process has. After `finish`
-        they are the newest, the same on every rank.
+        In a simulated run they are the newest of all ranks; on processes the newest that this process has. After
+        `finish` they are the newest, the same on every rank.
         """
         if state.final is not None:
             return state.final[1]

@@ -25,7 +25,7 @@ _BAD_LINK = (OSError, EOFError, AuthenticationError, ValueError)
 
 
 class Link:
-    """Connection to one rank, with a thread that reads and one that writes, so that no rank waits for another one."""
+    """Connection to one rank. One thread reads and one thread writes, so that no rank waits for another rank."""
 
     def __init__(
         self, connection: Connection, take: Callable[[dict[str, Any], list[bytearray]], None], lost: Callable[[], None]

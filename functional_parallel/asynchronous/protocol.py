@@ -35,7 +35,7 @@ class Rules:
     ranks: int
     staleness: int  # the largest number of updates between the weights of a gradient and the update that uses it
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]  # (gradients, state, params) → (params, state)
-    adds: bool  # whether gradients are added, as those of a loss that is a sum; else their mean is weighted by samples
+    adds: bool  # whether gradients are added, for a loss that is a sum; else their mean is weighted by samples
 
     def combined(self, pushes: Sequence[Message]) -> PyTree:
         ordered = sorted(pushes, key=lambda push: push.source)

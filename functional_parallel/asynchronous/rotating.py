@@ -1,6 +1,6 @@
 """The rotating server: every rank has weights of its own, and in turn each collects the others' gradients.
 
-The rank whose turn it is (the holder) updates its weights by its own gradient and those that arrived, then the turn
+The holder of the turn, a rank, updates its weights by its own gradient and the gradients that arrived. Then the turn
 moves on, so no rank waits for another. With a bound of 0 it waits for all, and sends its weights to all.
 """
 
@@ -17,7 +17,7 @@ from .protocol import Message, Node
 class Rotating(Node):
     """Node of one rank. A turn's number says whose it is: rank `turn % ranks`; those of ended ranks are left out.
 
-    The version of a rank's weights is the number after that of the turn that updated them.
+    The version of a rank's weights is 1 more than the number of the turn that updated them.
     """
 
     alive: frozenset[int]  # ranks that take part

@@ -27,7 +27,7 @@ class Work:
     begun: PyTree  # the weights that the last exchange returned
     optimizer: PyTree  # state of the optimizer of the inner steps
     steps: int = 0
-    waited: float = 0.0  # seconds for which it waited for the weights
+    waited: float = 0.0  # seconds that it waited for the weights
 
     def given(self, params: PyTree, version: int, waited: float) -> Work:
         return replace(self, params=params, version=version, begun=params, waited=waited)

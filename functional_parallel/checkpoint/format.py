@@ -43,7 +43,7 @@ class Entry(NamedTuple):
         return self.begin + first * self.dtype.itemsize, self.begin + (last + 1) * self.dtype.itemsize
 
     def runs(self, part: Box) -> Iterator[tuple[int, int]]:
-        """Yield the first byte and the last one, exclusive, of each contiguous range of a box, in order."""
+        """Yield the first and the last byte, exclusive, of each contiguous range of a box, in order."""
         size, found = self.box.size, part.within(self.box)
         dim = max(len(size) - 1, 0)
         while dim and found.size[dim] == size[dim]:

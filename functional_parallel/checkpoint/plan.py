@@ -69,7 +69,7 @@ class SavePlan:
 
     @cached_property
     def _written(self) -> Callable[[LeafLayout, int], tuple[Box, ...]]:
-        """The boxes of a leaf that a rank wrote. The last ones are kept, because a rank reads neighbouring boxes."""
+        """The boxes of a leaf that a rank wrote. The last are cached, because a rank reads neighbouring boxes."""
         return lru_cache(4096)(lambda leaf, rank: tuple(region.box for region in leaf.written(self.mesh, rank)))
 
 

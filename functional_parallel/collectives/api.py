@@ -209,8 +209,8 @@ def pscatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
 def all_to_all(x: Tree, axis: Axes, split_dim: int, concat_dim: int) -> Tree:
     """Return, on rank i, chunk i of every rank's value, concatenated: [x_0[i], …, x_(n-1)[i]].
 
-    Type V → V. Transposes to itself with the dims swapped. It converts a value that is sharded along `concat_dim` to
-    one that is sharded along `split_dim`.
+    Type V → V. Transposes to itself with the dims swapped. It converts a value from sharded along `concat_dim` to
+    sharded along `split_dim`.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: all_to_all(x, "i", 0, 0), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))

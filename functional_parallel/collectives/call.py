@@ -36,7 +36,7 @@ class CollectiveCall:
     owner: int | None = None
     src: str | None = None  # state of the operand
     dst: str | None = None  # state of the result
-    wire: str = ""  # format in which values are sent, such as "int8/64"
+    wire: str = ""  # format of the sent values, such as "int8/64"
 
     @property
     def target(self) -> torch._ops.OpOverload:

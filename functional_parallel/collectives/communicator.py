@@ -29,7 +29,7 @@ class Communicator(Protocol):
         """Concatenate this rank's chunk of every rank's value along `concat_dim`."""
 
     def ppermute(self, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
-        """Return the value of the rank that sends to this one, or zeros. `pairs` is flat: source, target, source, …"""
+        """Return the value of the rank that sends to this rank, or zeros. `pairs` is flat: source, target, source, …"""
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         """Return the elementwise maximum over the ranks."""

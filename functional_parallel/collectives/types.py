@@ -79,7 +79,7 @@ class Type(Mapping[str, State]):
         return axis in self._states
 
     def axes(self, state: State) -> frozenset[str]:
-        """Return the axes on which the value is in `state`. Empty for Invariant, because those axes are not stored."""
+        """Return the axes where the value is in `state`. Empty for Invariant, because those axes are not stored."""
         return frozenset(axis for axis, held in self._states.items() if held is state)
 
     def having(self, axes: Iterable[str], state: State) -> Type:

@@ -41,7 +41,7 @@ def pad_to(
     Args:
         batch: a pytree of tensors, such as a dict of Hugging Face. A tensor that has the dim `dim` is a sequence along
             it. Other leaves are unchanged.
-        lengths: the lengths to which batches are padded, in any order.
+        lengths: the lengths of padded batches, in any order.
         dim: the dim of the positions. A negative dim counts from the end.
         values: the value that pads a leaf: a mapping by path or by its last part, or a function of path and leaf. None
             leaves a leaf unchanged. Leaves that a mapping omits are padded with -100 if they are named `labels`, and

@@ -15,7 +15,7 @@ class BatchSplit:
 
     ranks: int
     microbatches: int
-    over_ranks: bool = False  # whether the statistics of a microbatch are those of all ranks
+    over_ranks: bool = False  # whether the statistics of a microbatch are over all ranks
 
     @property
     def is_whole(self) -> bool:

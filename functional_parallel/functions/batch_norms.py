@@ -1,6 +1,6 @@
 """Batch norm modules inside `fp.functional` with a forward that cannot be traced, or with statistics of groups.
 
-`nn.SyncBatchNorm` would communicate outside of the program. Here statistics are those of the global batch. With
+`nn.SyncBatchNorm` would communicate outside of the program. Here statistics are over the global batch. With
 `momentum=None`, torch's forward reads the number of batches as a Python number, which a trace does not have.
 """
 

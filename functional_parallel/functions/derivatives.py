@@ -51,8 +51,8 @@ def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = 
     Returns:
         A function that returns `(gradients, value)` or `(gradients, (value, aux))`. Gradients have the structure of the
         argument, with None for each leaf that is not a floating-point tensor. For a local f, a local function. In a
-        body on shards, the gradient of a value that differs by rank is that of its sum over the ranks: n times the
-        gradient of the mean. For a mean, differentiate `fp.pmean(value, axis)`.
+        body on shards, the gradient of a value that differs by rank is the gradient of its sum over the ranks: n times
+        the gradient of the mean. For a mean, differentiate `fp.pmean(value, axis)`.
     """
 
     def specs(resolved: Resolved, own: SpecTree) -> SpecTree:

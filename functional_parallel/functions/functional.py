@@ -52,7 +52,8 @@ def functional(
             training. Batch norm and `nn.SyncBatchNorm` use the statistics of the global batch.
         groups: numbers of ranks and of microbatches per rank, `(ranks, microbatches)`, to normalise as torch does on
             them. A batch norm in training uses the statistics of each microbatch of each rank, and `nn.SyncBatchNorm`
-            those of a microbatch of all ranks. The running statistics follow the microbatches of the first rank.
+            the statistics of a microbatch of all ranks. The running statistics follow the microbatches of
+            the first rank.
 
     Returns:
         `(fn, params)` with `fn(params, *args, **kwargs)`. With `buffers`, `(fn, params, state)` with

@@ -66,7 +66,7 @@ _OWN_NAMES = {"learning_rate": "lr", "stage": "stage", "loss_fn": "loss", "optim
 
 
 def explain_keywords(f: F) -> F:
-    """Return a function or class whose error for an unknown or duplicate keyword argument shows how to fix the call.
+    """Return a function or class with errors for unknown or duplicate keyword arguments that show how to fix the call.
 
     >>> @explain_keywords
     ... def train(loss, *, clip=None): ...

@@ -136,7 +136,7 @@ class LocalFunction:
         axis: str | None = None,
         resolver: Resolver | None = None,
     ) -> LocalFunction:
-        """Return the function that a transform makes of this one. `call` takes its layouts and arguments."""
+        """Return the function that a transform makes of this function. `call` takes its layouts and arguments."""
         inner = self.applied
         applied = replace(
             inner,
@@ -185,7 +185,7 @@ def specs_per_leaf(
 
 
 def as_local_function(f: Callable[..., PyTree]) -> LocalFunction:
-    """Turn a plain function into a local one, of which every rank computes all. Return a local function unchanged."""
+    """Turn a plain function into a local one that every rank computes in full. Return a local function unchanged."""
     if isinstance(f, LocalFunction):
         return f
     run = with_keywords(f)

@@ -66,7 +66,7 @@ class Resolved:
         return replace(self, name=name, specs=tuple(specs), own=tuple(own), inner=self)
 
     def around(self, args: tuple[PyTree, ...], specs: SpecTree) -> Resolved:
-        """Return the layouts of a function of other arguments, with these specs, around this one."""
+        """Return the layouts of a function of other arguments, with these specs, around these layouts."""
         return replace(Resolved.of(args, self.mesh, optree.tree_leaves(specs)), stacks=self.stacks, inner=self)
 
     def split_update(self, further: Iterable[P]) -> Resolved:

@@ -39,7 +39,7 @@ def into_tiles(weight: Tensor, bias: Tensor | None = None, *, outputs: int = 1, 
 
 
 def tiled(x: Tensor, tiles: Tiles) -> Tensor:
-    """Apply a linear layer tile by tile. Its values are those of the layer in one piece, up to the order of sums.
+    """Apply a linear layer tile by tile. Its values equal the undivided layer's, up to the order of sums.
 
     Each tile is a parameter of its own. `fp.zero(3, axis, prefetch=0)` gathers one, uses it and drops it before the
     next, so that a layer may be larger than the memory of a device. Buckets merge the gradients of tiles up to

@@ -21,7 +21,7 @@ class CachedModel(Protocol):
     """Model that reads a text in several calls. Tensors of its cache have rows as their first dim, or no dims.
 
     Attributes:
-        module: module with a mode, of which generation takes `eval`; None for a function.
+        module: module with a mode; generation uses the mode `eval`. None for a function.
         is_padded_left: whether prompts of a batch end at the same column.
         is_encoder_decoder: whether prompts go to an encoder, and the text begins with `first_token`.
         first_token: see above.
@@ -40,12 +40,12 @@ class CachedModel(Protocol):
         """Check that the model can read the prompts and write this number of tokens."""
 
     def slots(self, prompt: int, cache: int) -> tuple[int, int]:
-        """Return the lengths of padded prompts and of the cache, given those of the buckets."""
+        """Return the lengths of padded prompts and of the cache, given the lengths of the buckets."""
 
     def slot_dims(self, cache: PyTree) -> PyTree:
-        """Return the dim of slots of each tensor of a cache in which all rows write into one slot, -1 for others.
+        """Return the dim of slots of each tensor of a cache where all rows write into one slot, -1 for others.
 
-        None for a cache in which a row writes into its own slots.
+        None for a cache where a row writes into its own slots.
         """
 
     def begin(self, params: PyTree, tokens: torch.Tensor, lengths: torch.Tensor, length: int) -> Cached:

@@ -67,8 +67,8 @@ class ContinuousBatch:
     >>> {number: text.tolist() for number, text in serving.run()}
     {0: [3, 6, 4], 1: [3, 6]}
 
-    Programs are those of the generator: a prefill per bucket of prompts, and one decode. In a pipeline, the rows of
-    its microbatches are requests on different stages. All processes make the same calls.
+    The programs are the generator's programs: a prefill per bucket of prompts, and one decode. In a pipeline, the rows
+    of its microbatches are requests on different stages. All processes make the same calls.
 
     Args:
         generator: the generator, with its model, mesh, plan and draws.
@@ -101,7 +101,7 @@ class ContinuousBatch:
         self._dims = self._slot_dims(programs.shapes["cache"])
         self._clock = 0 if max(self._dims) > 0 else None
         self._state: Any = None  # an fp.Sharded, after the first request
-        self._waiting, self._live = deque[_Request](), dict[int, _Request]()  # live ones by row
+        self._waiting, self._live = deque[_Request](), dict[int, _Request]()  # live requests by row
         self._next, self.finished = 0, dict[int, torch.Tensor]()
 
     def add(self, prompt: Any, *, max_new_tokens: int | None = None, key: torch.Tensor | None = None) -> int:

@@ -86,7 +86,7 @@ class Generator:
         fn: a model of transformers, its function of `fp.functional`, or with `cache`, a function `f(params, cache,
             tokens, positions) -> (logits, new cache)`. Tokens and positions are (rows, columns).
         mesh: the mesh.
-        plan: a plan, such as that of the training step. ZeRO stages have no effect: parameters are gathered once.
+        plan: a plan, such as the plan of the training step. ZeRO stages have no effect: parameters are gathered once.
         cache: function of params, rows and length that returns the empty cache of `fn`. Rows are the first dim.
         temperature, top_k, top_p: how the next token is drawn. A temperature of 0 takes the best.
         eos: the end token, or several. By default the end tokens of a model of transformers.
@@ -332,7 +332,7 @@ def _generated(tokens: torch.Tensor, eos: tuple[int, ...]) -> Generated:
 
 @contextmanager
 def evaluated(module: nn.Module | None) -> Iterator[None]:
-    """Context in which a module is in the mode `eval`, and no gradient is wanted."""
+    """Context where a module is in the mode `eval`, and no gradient is wanted."""
     trained = [] if module is None or not module.training else [each for each in module.modules() if each.training]
     for each in trained:
         each.training = False

@@ -18,7 +18,7 @@ _ROWS = "give a list with the tokens of each row, such as tokenizer(texts)['inpu
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """Lengths to which prompts and caches are padded; by default powers of 2 from 16."""
+    """Lengths of padded prompts and caches; by default powers of 2 from 16."""
 
     lengths: tuple[int, ...] | None = None
 
@@ -120,7 +120,7 @@ def _text(row: torch.Tensor) -> str:
 
 
 class Prompts:
-    """Rows of tokens, of which a prefill reads all but the last, and the first decode step reads the last."""
+    """Rows of tokens. A prefill reads all but the last, and the first decode step reads the last."""
 
     def __init__(self, rows: list[torch.Tensor], model: CachedModel, multiple: int) -> None:
         missing = -len(rows) % multiple

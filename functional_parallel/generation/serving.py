@@ -35,7 +35,7 @@ def serving_plan(plan: Any, state: SpecTree = None, *, arguments: int = 1) -> Ca
     Args:
         plan: the plan of the training step, a transform, or None.
         state: specs of the cache; None for a function that makes it.
-        arguments: number of arguments after the parameters, of which the cache is the first.
+        arguments: number of arguments after the parameters. The cache is the first of them.
 
     Raises:
         ValueError: if the plan has a transform under which ranks hold different parameters.
@@ -54,7 +54,7 @@ def stored_by(plan: Any, params: PyTree) -> PyTree:
 
 
 def without_single_ranks(plan: Any, mesh: Mesh) -> Any:
-    """Return a plan without data axes of one rank, over which a batch of one row would have no spec of its own."""
+    """Return a plan without data axes of one rank, where a batch of one row would have no separate spec."""
     if not data_axes(plan):
         return plan
     single = {axis for axis in data_axes(plan) if mesh.axis_size(axis) == 1}

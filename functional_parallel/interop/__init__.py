@@ -1,4 +1,4 @@
-"""Entries for scripts and configurations of other libraries, in terms of this one."""
+"""Entries for scripts and configurations of other libraries, in terms of this library."""
 
 from . import deepspeed, hugging_face
 from .hugging_face import load_pretrained, save_pretrained

@@ -26,7 +26,7 @@ class Replica:
     """Replica of a module: a function of the module's arguments.
 
     Attributes:
-        module: the module, whose code runs.
+        module: the module. Its code runs.
         tensors: the replica's parameters and buffers, by dotted path.
     """
 

@@ -123,7 +123,7 @@ def _split(mesh: Mesh, plan: Plan | None, statistics: str) -> BatchSplit:
 
 
 def _nothing(params: Any) -> None:
-    """Function to which a plan is applied for its requests."""
+    """Function that a plan is applied to for its requests."""
 
 
 class PreparedStep:

@@ -24,7 +24,7 @@ def abstract(
 
     `train.lower`, `fp.compile(…).lower` and with them the price and the memory of a program take such tensors. Without
     the device, a trace runs on a stand-in, and its program names the device. Model code sees it too: `x.device`,
-    `x.is_cuda`, and device arguments such as "cuda" are those of the device. `torch.cuda.is_available()` is False.
+    `x.is_cuda`, and device arguments such as "cuda" name the device. `torch.cuda.is_available()` is False.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh

@@ -1,4 +1,4 @@
-"""Short hashes of the contents of tensors, with which ranks compare their tensors."""
+"""Short hashes of the contents of tensors. Ranks compare their tensors by these hashes."""
 
 from __future__ import annotations
 

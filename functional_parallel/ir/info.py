@@ -63,7 +63,7 @@ class NodeInfo(NamedTuple):
 
     @property
     def results(self) -> tuple[Aval | None, ...]:
-        """Shape, dtype and device of each result; None for one that is not a tensor."""
+        """Shape, dtype and device of each result; None for a result that is not a tensor."""
         return self.val if isinstance(self.val, tuple) else (self.val,)
 
     @property

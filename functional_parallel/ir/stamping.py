@@ -61,7 +61,7 @@ class Template:
             traced: the graph of the template, or another one.
             substitution: what replaces the operands from outside. Other ones are shared, if the graph is the template's
                 own; of another graph, all must be given. The result contains these pairs too.
-            rename: from the source line of an op to that of its copy, where they differ.
+            rename: from the source line of an op to the source line of its copy, where they differ.
             slices: dims and bounds for the ops that take slices, in order, if they differ.
         """
         copies = dict(substitution)
@@ -125,7 +125,7 @@ def _bounded(node: fx.Node) -> Args:
 
 
 def has_slices_of(nodes: Iterable[fx.Node], forward: Container[fx.Node]) -> bool:
-    """Whether the slices to which backward ops add are those that the forward ops take."""
+    """Whether the backward ops add to the slices that the forward ops take."""
     pairs = [(node, info(node).forward_node) for node in nodes if node.target in _SLICES.values()]
     return all(
         of is not None and of in forward and (_SLICES.get(of.target), of.args[1:4]) == (node.target, node.args[2:5])

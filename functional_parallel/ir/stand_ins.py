@@ -15,7 +15,7 @@ from torch.fx.node import Target
 _library = torch.library.Library("fp", "FRAGMENT")
 _functions: dict[Target, Callable[..., Any]] = {}
 _origins: dict[Target, Target] = {}
-_APART: set[Target] = set()  # ops of which no call replaces another
+_APART: set[Target] = set()  # ops: no call of them replaces another call
 
 
 def define_op(

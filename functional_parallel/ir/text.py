@@ -44,7 +44,7 @@ def canonical_lines(traced: Traced, mesh: Mesh, in_names: list[str], out_names: 
 
 
 def first_difference(mine: list[str], other: list[str]) -> str:
-    """Return the first lines in which two programs differ, found by a diff. Empty if they are equal.
+    """Return the first lines where two programs differ, found by a diff. Empty if they are equal.
 
     >>> print(first_difference(["a = 1", "b = psum(a)"], ["a = 1", "b = all_gather(a)"]))
     line 2:

@@ -21,9 +21,9 @@ _PROGRAM = "<"  # the functions that programs are written to have no file
 def with_short_tracebacks(function: Callable[Params, R]) -> Callable[Params, R]:
     """Shorten the tracebacks of errors that leave a function that users call.
 
-    A trace runs the user's function below a hundred frames of torch and of this library. Of those that the error
-    passed, only the user's remain. If the error is none of this library and was raised in it, its last frame remains
-    too. `FUNCTIONAL_PARALLEL_FULL_TRACEBACK=1` in the environment leaves all.
+    A trace runs the user's function below a hundred frames of torch and of this library. Of the frames that
+    the error passed, only the user's remain. If the error is none of this library and was raised in it, its last frame
+    remains too. `FUNCTIONAL_PARALLEL_FULL_TRACEBACK=1` in the environment leaves all.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Inference of the mesh axes over which values differ between ranks, from the axes of their operands."""
+"""Inference of the mesh axes where values differ between ranks, from the axes of their operands."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ VIEWS = REARRANGEMENTS | {
 
 @cache
 def viewed_argument(op: Target) -> int | None:
-    """Return the position of the argument whose memory the results of an op share by its schema; None if none does."""
+    """Return the position of the argument that shares memory with the results of an op by its schema, or None."""
     schema = getattr(op, "_schema", None)
     if schema is None or all(result.alias_info is None for result in schema.returns):
         return None

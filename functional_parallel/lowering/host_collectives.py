@@ -1,4 +1,4 @@
-"""Run the collectives of values of the host on the device, as those of an optimizer that sums over ranks."""
+"""Run the collectives of values of the host on the device, such as an optimizer's sums over ranks."""
 
 from __future__ import annotations
 

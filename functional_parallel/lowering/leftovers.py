@@ -17,7 +17,7 @@ _MOST_SHAPES = 10_000  # 10 MB
 
 @contextmanager
 def traced_in() -> Iterator[None]:
-    """Context in which a function is traced. On exit, new garbage is collected and cached shapes are dropped."""
+    """Context where a function is traced. On exit, new garbage is collected and cached shapes are dropped."""
     # Graphs are reference cycles. Python would collect them only after the process has grown by a quarter, which never
     # happens in training. While collection is off, new objects stay in the youngest generation. On exit only that
     # generation is scanned, because a scan of all objects of torch would take longer than the trace. If the user

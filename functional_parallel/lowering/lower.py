@@ -229,7 +229,7 @@ def _trace_step(
 class _Flat:
     """Flattened function, from a list of tensors to a list of tensors. A call stores the structure of the result.
 
-    In `outputs`, the leaves of the result, a marker stands for each tensor. Specs and paths are those of the tensors.
+    In `outputs`, the leaves of the result, a marker stands for each tensor. Specs and paths belong to the tensors.
     """
 
     out_tree: optree.PyTreeSpec

@@ -54,7 +54,7 @@ class BlockFormat:
         return sum(4 * self.blocks(length) + self.value_bytes(length) for length in lengths)
 
     def quantised(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the integers of blocks, which are the last dim, in int8, and the scales, whose last dim is 1."""
+        """Return the integers of blocks, which are the last dim, in int8, and the scales, with a last dim of 1."""
         wide = blocks if blocks.dtype == torch.float64 else blocks.float()
         scale = self.scale(wide.abs().amax(-1, keepdim=True))
         return self.integers_of(wide, scale), scale

@@ -39,7 +39,7 @@ _BLOCKS: dict[int, _Block] = {}  # by the address of their storages
 
 
 def require_folder(folder: str | Path) -> str:
-    """Return the path of a folder in which blocks can be made."""
+    """Return the path of a folder where blocks can be made."""
     path = str(Path(folder).expanduser().resolve())
     try:
         os.close(_nameless(path))

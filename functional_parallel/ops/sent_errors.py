@@ -1,4 +1,4 @@
-"""Error feedback of a compressed sum: what a rank did not send is added to what it sends next.
+"""Error feedback of a compressed sum: the error of a rank's last message is added to the next message.
 
 A step computes new errors by one marker per sum, beside the sum. The pass of the wire formats puts the two other ops
 around the sum. An error has the elements of the summand, without padding at the ends of its dims, in a wider dtype.
@@ -20,7 +20,7 @@ def _with_error(x: Tensor, error: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _unsent(x: Tensor, error: Tensor, scale: Tensor | None, parts: int, dim: int, text: str, beta: float) -> Tensor:
-    """Return the new error. The rows of an all-reduce, whose dim is -1, are equal parts of the flat value."""
+    """Return the new error. The rows of an all-reduce, which has dim -1, are equal chunks of the flat value."""
     wide = _wide(x, error, scale)
     given = wide.to(x.dtype)
     flat = given.flatten()

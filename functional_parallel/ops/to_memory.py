@@ -1,6 +1,6 @@
 """`to_memory(x, memory)`: move a value to another memory: the device's, the host's, or a disk.
 
-On an accelerator, the host's memory is main memory, pinned, and the device's that of the accelerator. On a CPU machine
+On an accelerator, the host's memory is main memory, pinned, and the device's is the accelerator's. On a CPU machine
 both are main memory, and a move is a copy, so that a program needs as much of each memory as it does elsewhere. The
 memory of a value is not stored: it follows from the specs of inputs, the moves, and the operands of each op.
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def to_memory(x: Tensor, memory: str) -> Tensor:
-    """Return a copy of a value in a memory: "device", "host", or that of `disk(folder)`.
+    """Return a copy of a value in a memory: "device", "host", or the memory of `disk(folder)`.
 
     A derivative moves back: the gradient of `x` is in the memory of `x`. Sharding and results do not change.
 
@@ -213,7 +213,7 @@ class NumberBeside:
 
 
 def memory_after(node: fx.Node, memory: Callable[[fx.Node], str | None]) -> str | None:
-    """Return the memory of the result of an op, from those of its operands, or that of an input or a constant."""
+    """Return the memory of the result of an op, from its operands' memories, or of an input or a constant."""
     if is_move(node):
         return str(node.args[-1])
     if node.op == "placeholder":
@@ -224,7 +224,7 @@ def memory_after(node: fx.Node, memory: Callable[[fx.Node], str | None]) -> str 
 
 
 def _by_weight(node: fx.Node, memories: Iterable[str | None]) -> Iterator[str]:
-    """Yield the memories of operands, those of tensors with dims first, and of numbers the device's first."""
+    """Yield the memories of operands, of tensors with dims first, and of numbers the device's first."""
     known = [(memory, each) for memory, each in zip(memories, operands_of(node), strict=True) if memory is not None]
     yield from (memory for memory, each in known if not is_number(each))
     yield from sorted(memory for memory, _ in known)
@@ -255,7 +255,7 @@ def _memory_device(x: Tensor, memory: str) -> torch.device:
 
 
 def _device_now() -> torch.device:
-    """Return the device of the outermost trace, that of its first input that is not in main memory."""
+    """Return the device of the outermost trace: the device of its first input that is not in main memory."""
     active: Any = recorder()
     if active is None:
         return torch.get_default_device()

@@ -80,7 +80,7 @@ def muon(
 
     Returns:
         An optimizer. Its update takes the specs of the parameters as fourth argument; `train_step` passes them. Its
-        `init` raises ValueError for a parameter that is no real matrix. `by_path` gives such parameters to another one.
+        `init` raises ValueError for a parameter that is not a real matrix. `by_path` gives those to another optimizer.
 
     Raises:
         ValueError: for a value that is out of range.

@@ -34,7 +34,7 @@ class Optimizer(NamedTuple):
         init: params → state.
         update: (gradients, state, params) → (new params, new state).
         specs: (params, their specs) → specs of the state. If it is set, `update` gets shards, and the specs of the
-            parameters as a fourth argument. The specs define the axes over which a sum over a dim must be reduced.
+            parameters as a fourth argument. The specs define the axes that a sum over a dim must be reduced over.
         constants: params → constants that differ between parameters, such as the weight decay. It returns a tree with
             one number (or hashable value) per parameter, or one for all. It is called with full parameters, including
             stacks of layers. `update` gets the result as the keyword argument `constants`. It declares that `update`

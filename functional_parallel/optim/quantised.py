@@ -35,7 +35,7 @@ class QuantisedMoment(NamedTuple):
 
     integers: Any  # int8, like the parameter
     scale: Any  # float32, one number per block of the last dim
-    block: Any  # elements of a block; a number, by which a state with other blocks is refused
+    block: Any  # elements of a block; a number, to refuse a state with other blocks
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class _Held:
 
 @explain_keywords
 def quantised(optimizer: Optimizer, form: str = "int8", *, block: int = 256, whole_below: int = 4096) -> Optimizer:
-    """Return an optimizer whose moments are held in 8 bits between updates.
+    """Return an optimizer that holds its moments in 8 bits between updates.
 
-    A moment has one byte per element, and a float32 scale per block. The update itself is that of `optimizer`,
+    A moment has one byte per element, and a float32 scale per block. The update itself is the update of `optimizer`,
     on dequantised moments. With s the root of the largest value of a block, divided by 127, an element x differs by at
     most s √x / 2 + s² after each update, for any sign and magnitude.
 
@@ -71,7 +71,7 @@ def quantised(optimizer: Optimizer, form: str = "int8", *, block: int = 256, who
         whole_below: parameters with fewer elements keep their moments as they are.
 
     Returns:
-        An optimizer with the state of `optimizer`, in which a moment is a `QuantisedMoment`.
+        An optimizer with the state of `optimizer`, where a moment is a `QuantisedMoment`.
 
     Raises:
         TypeError: if `optimizer` is not an optimizer.

@@ -13,7 +13,7 @@ from ..functions import PyTree, SpecTree
 
 
 def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
-    """Return the specs of an optimizer state: those of the parameters where it has their structure and shapes."""
+    """Return the specs of an optimizer state: the parameters' specs where it has their structure and shapes."""
     is_like = _is_like(optree.tree_structure(params))
 
     def placed(leaf: PyTree, param: PyTree, spec: P) -> P:

@@ -27,7 +27,7 @@ class Interpreter(Protocol):
     """Runs the ops of a graph on the shards of one rank."""
 
     values: dict[fx.Node, Any]
-    sliced: list[fx.Node]  # replicated values of which a slice was computed, if possible from the operands of their op
+    sliced: list[fx.Node]  # replicated values with a computed slice, if possible from the operands of their op
     held: HeldShards
 
     def visit(self, node: fx.Node) -> None: ...

@@ -217,7 +217,7 @@ class _Partition:
         return gathered, [REDUCED if flag else place for flag, place in zip(whole, places, strict=True)]
 
     def _trimmed(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Cut off what pads a gathered value, whose spec over all axes is `spec`."""
+        """Cut off the padding of a gathered value. Its spec over all axes is `spec`."""
         for dim in spec.padded:
             length = spec.blocks(dim, axis_mesh()).get(self.axis, x.shape[dim])
             x = x.narrow(dim, 0, length) if x.shape[dim] != length else x
@@ -263,7 +263,7 @@ class _Partition:
     ) -> None:
         """Check the strides of arguments that affect the trace.
 
-        Outside a trace, the strides of a shard do not determine those of the full tensor. A shard then counts as
+        Outside a trace, the strides of a shard do not determine the strides of the full tensor. A shard then counts as
         contiguous.
         """
         if not traced.layout_reads:

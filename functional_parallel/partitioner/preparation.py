@@ -154,7 +154,7 @@ def _note_enumerated(traced: Traced) -> None:
 
 
 def _enumerated(traced: Traced, node: fx.Node, known: dict[fx.Node, Any]) -> dict[int, int]:
-    """Map each dim of x that an index enumerates to the dim of the broadcast indices along which it does so."""
+    """Map each dim of x that an index enumerates to the dim of the broadcast indices where it does so."""
     x = info(node.args[0]).aval.shape
     indices = {dim: index for dim, index in enumerate(node.args[1]) if index is not None}
     avals = {dim: info(index).aval for dim, index in indices.items()}

@@ -4,7 +4,7 @@ The node has the body and its specs as arguments. Partitioning an axis replaces 
 
 - An axis of its specs: the operands are converted to the specs' layouts, and the axis becomes visible to the body. At
   the last axis the body is typed and becomes part of the graph. An operand that is Reduced stays Reduced where its spec
-  is replicated, so that its gradient is summed by the transpose of what gathered it.
+  is replicated, so that its gradient is summed by the transpose of the op that gathered it.
 - Another axis: the body itself is partitioned, and the result is a region again.
 
 A region is closed under derivatives: its pullback, pushforward or vmap is a region with the same body. They are taken

@@ -46,7 +46,7 @@ class CopyRunner:
         return None if active is None else cls(run, active, by_op, is_repeating and is_repeatable(active))
 
     def __call__(self, copy: Copy) -> None:
-        """Run a copy, or repeat another one. Note the numbers of body and copy at its ops."""
+        """Run a copy, or repeat another copy. Note the numbers of body and copy at its ops."""
         with recorded(self.active) as nodes:
             self._run(copy)
         number = self._number(copy)
@@ -89,7 +89,7 @@ class CopyRunner:
         is_known = {*nodes, *outside}.difference([None])
         cut = [index for index, node in enumerate(copy.externals) if node in self.run.sliced[sliced:]]
         if found.has_others or _has_op(copy, cut):
-            return None  # other values were read, from which those outside are computed
+            return None  # other values were read, and values outside are computed from them
         if not reads_only(nodes, [*nodes, *outside]) or any(each.node not in is_known for each in made):
             return None
         trained = [taken.tensors[index] for index in taken.trained]
@@ -111,8 +111,8 @@ class _Body:
     outside: list[fx.Node | None]  # for each tensor from outside, its node
     found: FoundValues
     made: list[Made]
-    sources: list[set[int]]  # for each result, numbers of the tensors from outside to which its gradient flows
-    cut: list[int]  # numbers of the external nodes of which a slice was computed
+    sources: list[set[int]]  # for each result, numbers of the tensors from outside that get a gradient from it
+    cut: list[int]  # numbers of the external nodes with a computed slice
     has_slices: bool  # whether the ops take the slices that the copy takes, in order
     backwards: dict[Hashable, _Backward | None] = field(default_factory=dict)
 
@@ -314,7 +314,7 @@ def _same_ops(again: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> bool:
 
 
 def _exchange(active: Recorder, exchanged: Mapping[fx.Node, fx.Node], readers: Sequence[fx.Node]) -> None:
-    """Let ops read other nodes, and erase the ones that they read before."""
+    """Let ops read other nodes, and erase the nodes that they read before."""
     for node, other in exchanged.items():
         node.replace_all_uses_with(other)
     for node in readers:
@@ -332,11 +332,11 @@ def _exchanged(made: Made, exchanged: Mapping[fx.Node, fx.Node]) -> Made:
 # --- Source lines ---
 
 
-_Lines = dict[Any, Any]  # source lines of the ops of a copy with their stages, by those of another one
+_Lines = dict[Any, Any]  # source lines of the ops of a copy with their stages, by the lines of another copy
 
 
 def _lines(first: Copy, other: Copy) -> _Lines | None:
-    """Return the source lines of a copy by those of the first. None if one line has several counterparts."""
+    """Return the source lines of a copy by the lines of the first. None if one line has several counterparts."""
     found: _Lines = {}
     pairs = zip((*first.nodes, *first.externals), (*other.nodes, *other.externals), strict=True)
     for mine, theirs in ((_line(a), _line(b)) for a, b in pairs):

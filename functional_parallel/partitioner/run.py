@@ -114,7 +114,7 @@ class _ShardInterpreter:
         self.axis, self.cut, self.strict, self.owner = axis, cut, strict, owner
         self.values: dict[fx.Node, Any] = {}
         self.stands_for: dict[fx.Node, fx.Node] = {}  # inputs of a graph that replaces an op → operands of the op
-        self.sliced: list[fx.Node] = []  # values of which a slice was computed from other values
+        self.sliced: list[fx.Node] = []  # values with a slice computed from other values
         self.form_of: dict[fx.Node, int] = {}  # form of the copy that an op belongs to
         self.held = HeldShards()
 
@@ -235,7 +235,7 @@ class _ShardInterpreter:
     ) -> tuple[Any, Any]:
         """Return the arguments of a node with each tensor converted to the layout that the decision requires.
 
-        `whole` is the layout to which replicated operands are converted. With `completed`, Reduced operands become
+        Replicated operands are converted to the layout `whole`. With `completed`, Reduced operands become
         Invariant.
         """
         remaining = enumerate(zip(operands, decision.operands, strict=True))

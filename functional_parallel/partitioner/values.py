@@ -81,7 +81,7 @@ class Description(NamedTuple):
 
 
 class ValueTable:
-    """Numbers of values, and of their tensors, that continue those of other values."""
+    """Numbers of values, and of their tensors, that continue the numbers of other values."""
 
     def __init__(self, values: Sequence[PartitionedValue] = (), tensors: Sequence[torch.Tensor] = ()) -> None:
         self.values, self.tensors = list(values), list(tensors)

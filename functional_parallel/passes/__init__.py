@@ -1,6 +1,6 @@
 """Passes that a plan requests: recomputation, positions of gathers, buckets of sums.
 
-A `ProgramPass` has a `name`, a `phase` in which it runs, and `run(traced, mesh)`, which rewrites the graph in place and
+A `ProgramPass` has a `name`, a `phase` that it runs in, and `run(traced, mesh)`, which rewrites the graph in place and
 leaves its meaning unchanged. Transforms add passes to a function's layout. Lowering runs them in the order of
 `table`.
 """

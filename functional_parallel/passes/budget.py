@@ -29,7 +29,7 @@ _TRIALS = 8  # of the cheapest selections by prediction, those that are checked
 
 @dataclass(frozen=True)
 class RematToBudget(ProgramPass):
-    """Save, recompute, move or split each residual, in the least time for which the peak fits; see `fp.remat`.
+    """Save, recompute, move or split each residual, in the least time with a peak that fits; see `fp.remat`.
 
     The choice for a small program is the best one. For others it is a rung of a ladder that does not depend on the
     budget; in a pipeline, one of each rank. Predictions are checked: a copy of the program runs through all later

@@ -68,7 +68,7 @@ class CheapValues:
                 self.values.setdefault(storage, []).append(node)
             if info(node).recomputed:
                 self.copies.setdefault(info(node).forward_node, []).append(node)
-        self.wanted: dict[Storage, int] = {}  # first op at which a planned copy reads the storage
+        self.wanted: dict[Storage, int] = {}  # first op where a planned copy reads the storage
 
     def drop(self) -> list[fx.Node]:
         """Rewrite the program. Return the copies that were made, in order."""

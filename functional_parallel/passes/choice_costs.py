@@ -20,7 +20,7 @@ from .stored_residuals import StoredResiduals, there_and_back
 class Way:
     """What becomes of a residual that is not saved."""
 
-    form: StoredResiduals | None = None  # in which it is stored; None if it is recomputed
+    form: StoredResiduals | None = None  # form of the stored value; None if it is recomputed
     kept: int = 0  # bytes of its parts on the device
     cost: float = 0.0  # of the conversion and back
 
@@ -39,7 +39,7 @@ class ChoiceCosts:
         return functools.partial(seconds_of, mesh=self.mesh, hardware=self.hardware, memories=memories_of(traced))
 
     def ways(self, values: Sequence[fx.Node]) -> Mapping[fx.Node, Sequence[Way]]:
-        """Return the forms in which each value may be stored."""
+        """Return the possible stored forms of each value."""
         found, known = defaultdict[fx.Node, list[Way]](list), dict[object, Way]()
         for form in self.forms:
             for value in form.chosen(values, self.mesh):

@@ -1,6 +1,6 @@
 """Send gathers of parameters and sums of gradients in another format, with fewer bytes (ZeRO++, arXiv 2306.10209).
 
-One pass writes the format into the calls, before they are merged. The other one is among the last, and replaces each of
+One pass writes the format into the calls, before they are merged. The other pass is among the last. It replaces each of
 these calls. A gather sends bytes. A reduce-scatter becomes an all-to-all of bytes, and each rank adds what it receives;
 a ring would quantise partial sums again at every rank. An all-reduce becomes both.
 """
@@ -35,12 +35,12 @@ from .program_pass import Phase, ProgramPass, Scope, Settings, Unit
 
 aten = torch.ops.aten
 
-_THEN = "+"  # between the formats of an all-reduce: that of its reduce-scatter, and that of its gather
+_THEN = "+"  # between the formats of an all-reduce: the reduce-scatter's, and the gather's
 
 
 @dataclass(frozen=True)
 class WireFormats(ProgramPass):
-    """Write the format of gathers of parameters, and that of sums of gradients, over some axes."""
+    """Write the format of gathers of parameters, and the format of sums of gradients, over some axes."""
 
     axes: tuple[str, ...]
     gather: str  # format of gathers, "" to leave them unchanged
@@ -99,7 +99,7 @@ class Compressed(ProgramPass):
 
 
 def _lower(traced: Traced, mesh: Mesh) -> list[tuple[int, int]]:
-    """Replace the calls that have a format. Return the bytes that each would send, and those that it sends."""
+    """Replace the calls that have a format. Return the bytes that each would send, and the bytes that it sends."""
     found = []
     with traced.without_output() as new:
         for node in list(traced.nodes):
@@ -118,7 +118,7 @@ def _lower(traced: Traced, mesh: Mesh) -> list[tuple[int, int]]:
 def _fed_back(traced: Traced, node: fx.Node, sums: Sequence[fx.Node], mesh: Mesh) -> fx.Node:
     """Add an error before each sum of a gradient over the first of the axes. Return the new error.
 
-    A sum whose summands the error does not have is sent with all bits.
+    A sum is sent with all bits if the error does not have its summands.
     """
     error, _, scale, axes, _, beta = node.args
     for each in sums:

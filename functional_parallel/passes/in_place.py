@@ -1,6 +1,6 @@
 """Let optimizer updates overwrite their operands, all parameters in one call, if no op reads the old values.
 
-A training step whose state is donated (`train_step(donate=True)`) may change it. That saves memory, copies of new
+A training step with a donated state (`train_step(donate=True)`) may change it. That saves memory, copies of new
 parameters and moments, and one kernel call per parameter. Parameters with updated shards that are gathered from all
 ranks (ZeRO stages 1 and 2) are gathered into the old parameters. An op that writes rows into a donated value, like a
 cache of keys and values, writes them in place.
@@ -89,7 +89,7 @@ def _merge_all(traced: Traced, new: dict[fx.Node, fx.Node]) -> None:
     for node in position:
         read = [] if node.target is operator.getitem else operands_of(node)
         asked = {waiting.get(value.args[0]) for value in read if value.target is operator.getitem}
-        asked.update(open_ if is_gradient_fetch(node) else ())  # of the next group: those of this one are released
+        asked.update(open_ if is_gradient_fetch(node) else ())  # of the next group: this group's are released
         for key in [key for key in open_ if key in asked] if asked else ():
             _merge(traced, open_.pop(key), new, returned, before=node)
         if node.target is ADAMW and _may_be_overwritten(node, position, returned):

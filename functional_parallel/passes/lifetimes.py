@@ -69,7 +69,7 @@ class MemoryCurve:
         self._enter(range(len(times.nodes)))
 
     def peak(self) -> tuple[int, int]:
-        """Return the peak, and the number of the op at which it is reached first."""
+        """Return the peak, and the number of the op where it is reached first."""
         places = sorted(self._changes)
         alive = list(itertools.accumulate(map(self._changes.__getitem__, places), initial=self.times.held))
         peak = max(alive)
@@ -116,7 +116,7 @@ class MemoryCurve:
         return read, needed if needed < len(self.times.nodes) else -1
 
     def store(self, value: int, views: Collection[int], kept: int) -> None:
-        """Store a value in parts, of which these bytes are on the device. Its views are taken again."""
+        """Store a value in parts, with these bytes on the device. Its views are taken again."""
         self.stored[value] = kept
         self._change({value, *views})
 

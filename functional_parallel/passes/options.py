@@ -19,7 +19,7 @@ class Options:
     backend: str = "eager"  # executor of the ops between collectives: "eager" or "inductor"
     donate: bool = False  # whether the program may write into the memory of the state
     reduction: str = "fast"  # "fast" for sums in any order, "ordered" for sums in rank order
-    memory: Memory | None = None  # refuses a program whose predicted peak is above it
+    memory: Memory | None = None  # refuses a program with a predicted peak above it
 
 
 def pass_names(without: str | Collection[str]) -> frozenset[str]:

@@ -19,7 +19,7 @@ from .options import Options
 
 
 class Phase(IntEnum):
-    """Phase in which a pass runs, in ascending order. Passes of one phase run in the order of `passes.table`."""
+    """Phase of a pass, in ascending order. Passes of one phase run in the order of `passes.table`."""
 
     PREPARE = 0  # the graph is simplified; sums over ranks and microbatches get their order
     TYPES = 1  # casts and sums get their types
@@ -31,7 +31,7 @@ class Phase(IntEnum):
     BUCKETS = 7  # collectives are merged
     MOVES = 8  # values move between memories
     IN_PLACE = 9  # updates and sums are written in place, and views are fused
-    WIRE = 10  # collectives get the format in which they send
+    WIRE = 10  # collectives get the format of their messages
 
 
 class Scope(Enum):
@@ -52,7 +52,7 @@ class Settings:
     pipelined: str | None = None  # the virtual axis of the microbatches that a pipeline runs
     requested: tuple[ProgramPass, ...] = ()
     options: Options = field(default_factory=Options)
-    stage_axis: str | None = None  # the mesh axis whose ranks hold the stages of a pipeline
+    stage_axis: str | None = None  # the mesh axis with the stages of a pipeline on its ranks
 
     def per_microbatch(self, traced: Traced) -> set[fx.Node]:
         """Return the values that do not depend on the microbatch, but are recomputed for each microbatch."""
@@ -81,7 +81,7 @@ class StagedOps:
 
 
 class RunningSum(NamedTuple):
-    """Sum over microbatches: the program with the first summand, and those that add to it, each with the output."""
+    """Sum over microbatches: the program with the first summand, and the programs that add to it, with the output."""
 
     first: tuple[Program, int]
     adding: tuple[tuple[Program, int], ...]

@@ -1,4 +1,4 @@
-"""Dtype in which gradients of parameters are summed over ranks.
+"""Dtype of the sums of parameters' gradients over ranks.
 
 A partitioned function may cast a parameter before it combines it with varying values. Then the gradient is summed in
 the narrow dtype, before the transpose of that cast. This pass moves the cast before the sums: over uses of the
@@ -35,7 +35,7 @@ from .swap import commutes_with_sum, is_cast
 aten = torch.ops.aten
 
 _SUMS = ("psum", "psum_scatter", "reduce")
-_JOINS = {aten.cat.default, aten.stack.default}  # gradients of parts of a parameter become that of the parameter
+_JOINS = {aten.cat.default, aten.stack.default}  # gradients of a parameter's slices become the parameter's gradient
 
 
 @dataclass(frozen=True)

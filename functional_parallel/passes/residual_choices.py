@@ -1,9 +1,9 @@
 """Choices for the residuals of a program: each is saved, recomputed, or stored in another form.
 
-The ladder changes one residual per rung. Of the residuals that wait at the op of the peak, it is the one that frees
-most bytes per time. This is the greedy algorithm for the multiple-choice knapsack (Sinha and Zoltners, Operations
-Research 27, 1979), with a peak that moves as choices are made. The ladder does not depend on a budget, so a looser
-budget stops lower on the same ladder.
+The ladder changes one residual per rung. Of the residuals that wait at the op of the peak, it changes the
+residual that frees most bytes per time. This is the greedy algorithm for the multiple-choice knapsack (Sinha and
+Zoltners, Operations Research 27, 1979), with a peak that moves as choices are made. The ladder does not depend on a
+budget, so a looser budget stops lower on the same ladder.
 
 What a layer hands on is a choice too: it is saved when something computed from it is recomputed.
 """
@@ -219,7 +219,7 @@ class ResidualChoices:
             yield {each.number for each in self.residuals}
 
     def rungs(self, kept: Collection[int]) -> Iterator[Rung]:
-        """Yield a ladder. Each rung adds a choice to those before it; the first has none. `kept` is not recomputed."""
+        """Yield a ladder. Each rung adds a choice to the rung before; the first has none. `kept` is not recomputed."""
         climb = _Climb(self, self.residuals, kept)
         peak, at = climb.selection.curve.peak()
         yield Rung(None, peak)

@@ -51,7 +51,7 @@ class RunningSums(ProgramPass):
 
 
 def lying_by_themselves(program: Program) -> set[int]:
-    """Return the outputs, by position, whose memory is separate from all others."""
+    """Return the outputs, by position, with memory separate from all others."""
     outputs = program.traced.outputs
     sharing = Counter(_base(output, through_collectives=True) for output in outputs)
     bases = (_base(output, through_collectives=False) for output in outputs)

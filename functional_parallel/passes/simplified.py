@@ -13,12 +13,12 @@ from .program_pass import Phase, ProgramPass
 
 @dataclass(frozen=True)
 class Simplified(ProgramPass):
-    """Merge equal ops, remove identities, and compute no value whose shape alone is read."""
+    """Merge equal ops, remove identities, and compute no value if only its shape is read."""
 
     name: ClassVar[str] = "simplify"
     phase: ClassVar[Phase] = Phase.PREPARE
     is_implied: ClassVar[bool] = True
-    is_required: ClassVar[bool] = True  # a value whose shape alone is read may be a sum over all microbatches
+    is_required: ClassVar[bool] = True  # a value with only its shape read may be a sum over all microbatches
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         simplify(forget_values(traced))

@@ -34,7 +34,7 @@ _UNARY = {aten._to_copy.default, aten.alias.default, aten.detach.default, aten.n
 
 @dataclass(frozen=True)
 class SeparateLayers(ProgramPass):
-    """Let ops read and compute the layers of stacked values one by one."""
+    """Let ops read and compute each layer of stacked values separately."""
 
     name: ClassVar[str] = "layers"
     phase: ClassVar[Phase] = Phase.CUT

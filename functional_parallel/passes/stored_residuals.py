@@ -54,10 +54,10 @@ class StoredResiduals(ProgramPass):
 
     @abstractmethod
     def unpack(self, parts: Sequence[Tensor], like: Aval) -> Tensor:
-        """Return the value, whose shape and dtype `like` has, from the stored tensors."""
+        """Return the value from the stored tensors. `like` has its shape and dtype."""
 
     def taken(self, values: Sequence[fx.Node], mesh: Mesh) -> Sequence[fx.Node]:
-        """Return the residuals to convert: of those that a budget chose a way for, the ones of this pass."""
+        """Return the residuals to convert: of the residuals that a budget chose a way for, the ones of this pass."""
         return [value for value in self.chosen(values, mesh) if info(value).stored_by in (None, str(self))]
 
     def rewrite(self, unit: Unit) -> str | None:
@@ -170,7 +170,7 @@ def restore(
 
 
 def there_and_back(form: StoredResiduals, like: NodeInfo, mesh: Mesh) -> tuple[Traced, int]:
-    """Return a program that stores and restores a value, and the bytes on the device of what it stores."""
+    """Return a program that stores and restores a value, and the bytes of the stored tensors on the device."""
 
     def stored(value: Tensor) -> list[Tensor]:
         parts = form.pack(value)

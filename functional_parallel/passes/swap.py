@@ -42,7 +42,7 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def widens(node: fx.Node) -> bool:
-    """Whether an op casts to a floating-point dtype with more bytes, in which a sum is more exact."""
+    """Whether an op casts to a floating-point dtype with more bytes, where a sum is more exact."""
     return (
         is_cast(node)
         and info(node).aval.dtype.is_floating_point

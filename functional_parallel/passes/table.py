@@ -77,7 +77,7 @@ _POSITION = {each: number for number, (each, _) in enumerate(PASSES)}
 
 
 def passes_of(settings: Settings) -> list[ProgramPass]:
-    """Return the passes of a step in order: those of every step, and the requested ones, except those left out.
+    """Return the passes of a step in order: the passes of every step, and requested passes, except those left out.
 
     A requested pass that is missing from the table is the last of its phase.
 

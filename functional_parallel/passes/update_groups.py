@@ -63,7 +63,7 @@ class UpdateGroups(ProgramPass):
 
 @dataclass(frozen=True)
 class _Unit:
-    """State that is updated together, usually that of one parameter."""
+    """State that is updated together, usually the state of one parameter."""
 
     last: tuple[fx.Node, ...]
     fetches: tuple[fx.Node, ...]
@@ -148,7 +148,7 @@ def _late_ops(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _units(fetches: Collection[fx.Node], ops_of: _OpsOf) -> list[_Unit]:
-    """Join the last ops whose ops have a fetch in common."""
+    """Join the last ops if their ops have a fetch in common."""
     units = dict[fx.Node, _Unit]()  # by each of its fetches
     for last, ops in ops_of.items():
         read = {op: None for op in ops if op in fetches}
@@ -160,7 +160,7 @@ def _units(fetches: Collection[fx.Node], ops_of: _OpsOf) -> list[_Unit]:
 
 
 def _filled(cones: Iterable[_Cone], size: int) -> Iterator[list[_Cone]]:
-    """Yield groups of units, in the order in which their gradients are known."""
+    """Yield groups of units, in the order of their known gradients."""
     group, filled = list[_Cone](), 0
     for cone in sorted(cones, key=lambda each: each.ready):
         if group and filled + cone.bytes > size:
@@ -172,7 +172,7 @@ def _filled(cones: Iterable[_Cone], size: int) -> Iterator[list[_Cone]]:
 
 
 class _Order:
-    """The ops of a program with those of some groups later."""
+    """The ops of a program, with the ops of some groups later."""
 
     def __init__(self, nodes: Sequence[fx.Node], late: Collection[fx.Node], cones: Iterable[_Cone]) -> None:
         self.nodes, self.late = nodes, late
@@ -201,7 +201,7 @@ class _Order:
         return all(value in self.found for value in operands_of(op) if value.op == "call_function")
 
     def _release(self) -> None:
-        """Add the late ops whose operands are known."""
+        """Add the late ops with known operands."""
         left = []
         for op in self.waiting:
             if op in self.found or self._is_known(op):

@@ -12,7 +12,7 @@ from .roles import OpRole, OpRoles
 
 
 def assign_stages(traced: Traced, roles: OpRoles, cut: Mapping[fx.Node, int], last: int) -> dict[fx.Node, int]:
-    """Assign a stage to every staged op, in a forward at least that of `cut`, and after its operands."""
+    """Assign a stage to every staged op, in a forward at least the stage in `cut`, and after its operands."""
     stage: dict[fx.Node, int] = {}
     for node in traced.nodes:
         if roles.of[node] is not OpRole.STAGED:

@@ -51,7 +51,7 @@ class Epilogue:
 
 
 class EpiloguePlacement:
-    """Assigns ranks to the ops of the epilogue: `at` are the ranks that compute a value, `wanted` those that read it.
+    """Assigns ranks to the ops of the epilogue: `at` are the ranks that compute a value, `wanted` its readers' ranks.
 
     `ranks_of_total` returns, for each chain, the rank that accumulates a sum over microbatches. `rank_of_collected`
     returns the rank that has the value of a microbatch. `used` are the step's inputs that the stages of each rank read.
@@ -117,7 +117,7 @@ class EpiloguePlacement:
         return None
 
     def _meeting(self, node: fx.Node) -> RankSet | None:
-        """Return the ranks on which an op can run; None for any rank. Small non-parameter values may be sent.
+        """Return the ranks where an op can run; None for any rank. Small non-parameter values may be sent.
 
         Ops that depend on small values of several ranks, like a norm, run on every rank that needs the result. This
         takes one exchange; a chain from rank to rank would take many.

@@ -94,7 +94,7 @@ class PipelineProgram(PipelineStructure):
         return (*self.notes, *attention, sums, *[each] * bool(anew))
 
     def price(self, hardware: Hardware | str = "h100") -> Price:
-        """Predict the time of a step like `Program.price`. The items are those of the rank with most work."""
+        """Predict the time of a step like `Program.price`. The items belong to the rank with most work."""
         return price_of_pipeline(self, hardware_of(hardware), self.memory().peak)
 
     def memory(self) -> PipelineMemory:

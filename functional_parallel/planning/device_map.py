@@ -1,4 +1,4 @@
-"""Device maps: the memory in which each layer of a model lies between its uses."""
+"""Device maps: the memory of each layer of a model between its uses."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class _Placing:
 
     root: Block
     limits: dict[MemoryName, float]
-    keeping_room: set[MemoryName]  # memories through which the layers of slower memories pass
+    keeping_room: set[MemoryName]  # memories that the layers of slower memories pass through
     placed: dict[ModelLeaf, MemoryName] = field(default_factory=dict)
     following: set[ModelLeaf] = field(default_factory=set)  # leaves placed because another leaf of their layer is tied
     copies: dict[MemoryName, set[ModelLeaf]] = field(default_factory=dict)  # of tied weights, on other devices
@@ -212,7 +212,7 @@ class _Placing:
         return [memory for memory in self.limits if memory not in OFFLOADED]
 
     def _copies(self, layers: Iterable[Block], device: MemoryName) -> set[ModelLeaf]:
-        """Return the tied weights of layers that lie on other devices, and are not on this one yet."""
+        """Return the tied weights of layers that are on other devices, and not on this device yet."""
         leaves = {leaf for layer in layers for leaf in layer.leaves if self.placed.get(leaf) in self.devices}
         return {leaf for leaf in leaves - self.copies.get(device, set()) if self.placed[leaf] != device}
 

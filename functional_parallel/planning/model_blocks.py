@@ -89,7 +89,7 @@ def _in_order(pair: tuple[str, Any]) -> list[tuple[bool, int, str]]:
 def _leaf(
     tied: Sequence[str], sizes: Mapping[str, torch.Tensor], given: Mapping[str, Any], dtype: torch.dtype | None
 ) -> ModelLeaf:
-    """Return a leaf that may have several names, of which a tree of parameters has one."""
+    """Return a leaf that may have several names. A tree of parameters has one of them."""
     own = next((name for name in tied if name in given), None)
     return ModelLeaf(tuple(tied), _bytes(sizes[own or tied[0]], dtype), own)
 

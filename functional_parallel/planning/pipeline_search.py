@@ -313,7 +313,7 @@ class PipelineChoices(Sequence[PipelineChoice]):
 
 
 def _weights(params: PyTree, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
-    """Return, per trained parameter, the bytes of its gradient, and those of parameter, gradient and state together."""
+    """Return, per trained parameter, the bytes of its gradient, and of parameter, gradient and state together."""
     found = {}
     for path, leaf in zip(tree_paths(params), optree.tree_leaves(params), strict=True):
         if is_trained(leaf):

@@ -41,7 +41,7 @@ class BaseProgram(abc.ABC):
 
     @abc.abstractmethod
     def moves(self) -> list[MemoryMove]:
-        """Return the moves between memories, in order; for a pipeline those of all its ranks."""
+        """Return the moves between memories, in order; for a pipeline the moves of all its ranks."""
 
     @abc.abstractmethod
     def lines(self) -> list[str]:

@@ -34,7 +34,7 @@ class CollectiveRow:
     phase: str
     source: str
     text: str
-    parameters: tuple[str, ...] = ()  # paths of the parameters that are gathered, or whose gradients are summed
+    parameters: tuple[str, ...] = ()  # paths of the parameters that are gathered, or have summed gradients
 
     def cells(self) -> tuple[str, ...]:
         where = f"{self.source}  {self.text}".rstrip()

@@ -1,4 +1,4 @@
-"""Memory of every value of a program: of inputs by their specs, of moves by their argument, else that of the operands.
+"""Memory of every value of a program: of inputs by their specs, of moves by their argument, else the operands' memory.
 
 An op takes operands in one memory, and numbers of the host beside values of the device, as in torch. What is computed
 from nothing, such as zeros, is in the memory of the ops that read it.
@@ -17,7 +17,7 @@ from .aliasing import view_base
 
 
 def memories_of(traced: Traced, outputs: Sequence[str] | None = None) -> dict[fx.Node, str]:
-    """Return the memory of each value. `outputs` has those of the results, for results that are computed from nothing.
+    """Return the memory of each value. `outputs` has the memories of results, for results computed from nothing.
 
     Raises:
         MemoriesError: if the operands of an op are in different memories.
@@ -56,7 +56,7 @@ def _by_device(kind: str | None) -> str:
 
 
 def _read_in(user: fx.Node, known: dict[fx.Node, str | None]) -> str:
-    """Return the memory in which an op reads what is computed from nothing."""
+    """Return the memory where an op reads values that are computed from nothing."""
     return "device" if is_move(user) else known[user] or "device"
 
 

@@ -24,7 +24,7 @@ WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Budget of each memory of a rank. A program whose predicted peak is above it is refused before it runs.
+    """Budget of each memory of a rank. A program with a predicted peak above it is refused before it runs.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh, P

@@ -118,7 +118,7 @@ def may_outlast(traced: Traced, moves: Collection[fx.Node]) -> dict[fx.Node, fx.
 
 
 def _memory_of(value: fx.Node) -> fx.Node:
-    """Return the value whose memory another one may have."""
+    """Return the value that this value may share memory with."""
     while value.op == "call_function":
         made, index = value.args[:2] if value.target is operator.getitem else (value, 0)
         if written := mutated_operands(made):

@@ -43,7 +43,7 @@ def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> 
 
 
 def one_scatter_at_a_time(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Map each reduce-scatter, or the op that packs for it, to the one that must be complete, to free its gradient."""
+    """Map each reduce-scatter, or the op that packs for it, to the one to complete before it, to free its gradient."""
     scatters = [index for index, node in enumerate(order) if primitive_name(node) == "psum_scatter"]
     found = {}
     for last, index in itertools.pairwise(scatters):

@@ -70,17 +70,17 @@ class Price:
 
     @property
     def computing(self) -> float:
-        """Seconds in which the rank computes, on its device or its host."""
+        """Seconds that the rank computes, on its device or its host."""
         return sum(item.seconds for item in self.items if not item.axes and item.what != "idle" and not item.is_move)
 
     @property
     def moving(self) -> float:
-        """Seconds in which values move between memories."""
+        """Seconds that values move between memories."""
         return sum(item.seconds for item in self.items if item.is_move)
 
     @property
     def idle(self) -> float:
-        """Seconds in which the rank has nothing to run: a pipeline's bubble."""
+        """Seconds when the rank has nothing to run: a pipeline's bubble."""
         return sum(item.seconds for item in self.items if item.what == "idle")
 
     @property
@@ -90,7 +90,7 @@ class Price:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank waits for collectives."""
+        """Seconds that the rank waits for collectives."""
         return sum(item.exposed for item in self.items if item.axes)
 
     @property

@@ -20,7 +20,7 @@ class Item:
     moved: int = 0  # bytes read and written in memory
     sent: int = 0  # bytes sent to other ranks
     seconds: float = 0.0  # duration without overlap
-    exposed: float = 0.0  # seconds in which the rank does nothing else
+    exposed: float = 0.0  # seconds when the rank does nothing else
     start: float = 0.0  # seconds since the step began, or the part of a pipeline that it is in
     parameters: tuple[str, ...] = ()  # paths, of a move or a collective of parameters, gradients or state
 
@@ -41,7 +41,7 @@ class Item:
 
 
 def with_exposed(items: Sequence[Item]) -> Iterator[Item]:
-    """Yield items with the seconds of each in which nothing runs that precedes it."""
+    """Yield items with the seconds of each when nothing runs that precedes it."""
     precedence = [_PRECEDENCE.get(item.lane, 3) for item in items]
     exposed, running = [0.0] * len(items), list[int]()
     starting = deque(sorted(range(len(items)), key=lambda index: items[index].start))

@@ -31,7 +31,7 @@ class RoleFinder:
         self._is_moving = False
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Call a function, whose ops return their operand in another place or form."""
+        """Call a function with ops that return their operand in another place or form."""
         self._is_moving = True
         result = move(x)
         self._is_moving = False

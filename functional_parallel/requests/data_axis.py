@@ -56,7 +56,7 @@ class ReplicaState(NamedTuple):
     outer: PyTree  # the state of the outer optimizer; None without one
     loss: Any  # (replicas,) sum of the losses since the last exchange
     steps: Any  # () int64, steps since the last exchange; with a loss scale (replicas,), those that made an update
-    masters: PyTree = None  # masters of the last exchange, like those of a step; None without
+    masters: PyTree = None  # masters of the last exchange, like a step's; None without
 
 
 @dataclass(frozen=True)

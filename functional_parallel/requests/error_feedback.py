@@ -21,7 +21,7 @@ _THEN, _OF = "+", ": "  # in the key of an error: between axes, and before the p
 
 
 class FedBack(NamedTuple):
-    """Errors by the axes over which they differ, the summed one first, and parameter. Dim 0 has a row per rank."""
+    """Errors by the axes where they differ, the summed axis first, and parameter. Dim 0 has a row per rank."""
 
     errors: dict[str, Any]
     steps: Any  # () int64
@@ -36,7 +36,7 @@ class FedBackState(NamedTuple):
 class ErrorFeedback(StateRequest):
     axes: tuple[str, ...]
     data: tuple[str, ...]  # all data axes, the innermost transform's first
-    late: tuple[str, ...]  # those whose sums are scattered by the update
+    late: tuple[str, ...]  # the axes with sums that the update scatters
     beta: float  # weight of the newest error
     reset: int | None  # steps between two resets of the errors
     tree: ClassVar[type[FedBackState]] = FedBackState
@@ -75,7 +75,7 @@ class ErrorFeedback(StateRequest):
         return sorted(self.data, key=key)
 
     def on_ranks(self, old: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Add the errors of ranks that are gone to those of others, so that the sum of all errors remains."""
+        """Add the errors of ranks that are gone to the errors of others, so that the sum of all errors remains."""
         new = old.new_zeros(shape)
         for rank, row in enumerate(old):
             both = tuple(map(slice, map(min, row.shape, shape[1:])))

@@ -1,7 +1,7 @@
 """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740 §3.2) as a pure state machine.
 
 `update` consists of torch ops, so it is lowered with the training step and no rank waits for its host. The rules are
-those of DeepSpeed (its ZeRO path). Megatron and torch use the same state machine with other constants.
+DeepSpeed's (its ZeRO path). Megatron and torch use the same state machine with other constants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .state_request import StateRequest, Update, UpdateLayouts
 
 class LossScaleState(NamedTuple):
     scale: torch.Tensor  # () float64: powers of two, exact beyond float32's range
-    patience: torch.Tensor  # () int64, overflows until the scale falls; 1 if the next one lowers it
+    patience: torch.Tensor  # () int64, overflows until the scale falls; 1 if the next overflow lowers it
     clean: torch.Tensor  # () int64, clean steps since the last overflow or the start
     exhausted: torch.Tensor  # () bool, whether a step overflowed at the minimum
 
@@ -50,7 +50,7 @@ class LossScale:
     Args:
         initial: the first scale. Its logarithm to base 2 is DeepSpeed's initial_scale_power.
         window: the number of clean steps between two growths.
-        hysteresis: the number of overflows until the scale falls; the last one lowers it.
+        hysteresis: the number of overflows until the scale falls; the last overflow lowers it.
         minimum: the lowest scale.
         factor: growth multiplies the scale by this factor; an overflow divides it.
         consecutive_hysteresis: whether a clean step restores the hysteresis: only consecutive overflows count.

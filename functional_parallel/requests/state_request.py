@@ -81,7 +81,7 @@ class StateRequest(Request):
     # --- in a step, on a rank's shards ---
 
     def returned(self, new: PyTree, specs: SpecTree, leaves: PyTree) -> PyTree:
-        """Return the new leaves, in full, from those that the loss returned, with their specs, if it `passed` them."""
+        """Return the new leaves, in full, from the loss's returned leaves, with their specs, if it `passed` them."""
         return leaves
 
     def loss(self, value: torch.Tensor, leaves: PyTree) -> torch.Tensor:
@@ -97,7 +97,7 @@ class StateRequest(Request):
         return update, leaves
 
     def metrics(self, norm: torch.Tensor | None, leaves: PyTree) -> dict[str, Any]:
-        """Return the metrics of the step that the request computes. `leaves` are those before the step."""
+        """Return the metrics of the step that the request computes. `leaves` are the leaves before the step."""
         return {}
 
     def check(self, leaves: PyTree) -> None:

@@ -39,7 +39,7 @@ class Shard:
 
     The dim is viewed as (outer, ranks, rest), and a rank holds its index of the middle factor. `outer` is more than one
     in two cases: dims outside the sharded dim were merged into it, `"(b heads/tensor) s t"`, or a spec shards an inner
-    factor. It is a tuple for a spec of unequal blocks, each of which is viewed as (ranks, rest).
+    factor. It is a tuple for a spec of unequal blocks: each block is viewed as (ranks, rest).
     """
 
     dim: int

@@ -26,7 +26,7 @@ def pattern(names: Iterable[str]) -> str:
 
 
 def whole_along(*dims: int, ndim: int, results: int = 1, mark: str = "~", operands: int = 1) -> str:
-    """Write a rule in which some dims must be replicated and all others may be sharded.
+    """Write a rule where some dims must be replicated and all others may be sharded.
 
     >>> whole_along(1, ndim=2)
     '~d0 d1^ -> d0 new1'
@@ -83,7 +83,7 @@ def linear_text(marks: str) -> Callable[[fx.Node], str]:
 
 
 def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
-    """Return a rule whose leading dims broadcast and may be sharded; the last `trailing` dims are replicated."""
+    """Return a rule: leading dims broadcast and may be sharded; the last `trailing` dims are replicated."""
 
     def text(node: fx.Node) -> str:
         shapes = [info(operand).aval.shape for operand in tensor_operands(node)]

@@ -78,7 +78,7 @@ def launch(f: Callable[..., Result], ranks: int, *args: Any, start: str | None =
         The results, in rank order. Their tensors are on the CPU.
 
     Raises:
-        LaunchError: if a rank raised an error, which is the cause of this one, or ended without a result; if this
+        LaunchError: if a rank raised an error, which is this error's cause, or ended without a result; if this
             process is itself a rank; or if `f` cannot be sent to a new process.
         ValueError: if `ranks` is not a positive number, or `start` is unknown.
     """

@@ -1,4 +1,4 @@
-"""Ranks of a collective by host, and the memory that those of one host share."""
+"""Ranks of a collective by host, and the memory that the ranks of one host share."""
 
 from __future__ import annotations
 

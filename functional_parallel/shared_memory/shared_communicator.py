@@ -1,4 +1,4 @@
-"""Communicator of a mesh on gloo, whose collectives go through memory that the ranks of a host share."""
+"""Communicator of a mesh on gloo. Its collectives use memory that the ranks of a host share."""
 
 from __future__ import annotations
 

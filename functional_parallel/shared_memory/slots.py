@@ -23,7 +23,7 @@ def places(count: int, length: int, itemsize: int) -> list[slice]:
 
 
 def slot_bytes(count: int, length: int, itemsize: int) -> int:
-    """Return the bytes that a collective uses in every rank's memory. The arguments are those of `places`."""
+    """Return the bytes that a collective uses in every rank's memory. The arguments are the arguments of `places`."""
     step = _piece(count, length, itemsize)
     return min(-(-length // step), 2 * AHEAD) * count * aligned(min(step, length) * itemsize)
 

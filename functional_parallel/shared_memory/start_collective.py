@@ -80,7 +80,7 @@ START: dict[str, Callable[..., Started]] = {
 
 
 def on_result(pending: PendingCollective, layout: BucketLayout | None) -> PendingCollective:
-    """Return a collective by another transport, whose result with a layout has the tensors in the full result."""
+    """Return a collective by another transport. With a layout, its result has the tensors in the full result."""
     return pending if layout is None else pending.then(lambda result: SlicedBucket(layout, result))
 
 

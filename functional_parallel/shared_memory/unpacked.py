@@ -22,7 +22,7 @@ class BucketLayout:
     """Layout of tensors in a bucket that holds one run per rank.
 
     `leaves` has per tensor the arguments of `fp.unpack`: offset of its chunk in a run, shape of the chunk, and the dim
-    along which the chunks are concatenated. `targets` has the tensors to overwrite; None allocates a new one.
+    of the concatenation of the chunks. `targets` has the tensors to overwrite; None allocates a new one.
     """
 
     runs: int
@@ -61,7 +61,7 @@ class FlatOutputs:
 
 
 class DirectOutputs:
-    """Tensors into which runs are written as they arrive, in pieces from the first to the last."""
+    """Tensors that runs are written into as they arrive, in pieces from the first to the last."""
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._leaves: list[Any] = []

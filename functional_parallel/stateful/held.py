@@ -1,4 +1,4 @@
-"""Values that stay on the ranks between calls, of which a call may take over the memory."""
+"""Values that stay on the ranks between calls. A call may take over their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Call of a compiled function with arguments that stay on the ranks, of which its second result may replace one."""
+"""Call of a compiled function with arguments that stay on the ranks. Its second result may replace one of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run_held(
     state: int | None,
     runtime: Callable[[], Runtime[Any, Any]],
 ) -> PyTree:
-    """Run a program on arguments of which some stay on the ranks. Return the result; a new state is `Sharded`."""
+    """Run a program on arguments. Some of them stay on the ranks. Return the result; a new state is `Sharded`."""
     program, on = lowered.program, runtime()
     handles, kept, old = list[Any](), list[Any](), None
     for number, arg in enumerate(args):
@@ -119,7 +119,7 @@ def steps_of(
 def _replacing(
     programs: StatefulProgram, lowered: Lowered, runtime: Callable[[], Runtime[Any, Any]]
 ) -> Callable[[list[Any], set[int], Sharded | None], tuple[PyTree, Sharded]]:
-    """Return a function that runs a program whose second result replaces a state, or makes it."""
+    """Return a function that runs a program. Its second result replaces a state, or makes it."""
     on, (result, state) = runtime(), lowered.out_tree.children()
     first = result.num_leaves
     staying = slice(lowered.tensors_before(first), None)

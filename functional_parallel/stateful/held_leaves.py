@@ -75,7 +75,7 @@ class HeldLeaves:
 
     Attributes:
         sent: bytes that `fill` has sent, by this process or by all simulated ranks.
-        plan: the full tensors in these values, as the leaves of a checkpoint. It and all others are those of a
+        plan: the full tensors in these values, as the leaves of a checkpoint. It and all other attributes are as in a
             `Checkpoint` that a restore reads.
     """
 

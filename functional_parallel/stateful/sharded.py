@@ -184,7 +184,7 @@ class Sharded(Held):
         return found if self._stacks is None else self._stacks.restack(found)
 
     def copy(self) -> Sharded:
-        """Copy the tree into separate memory. Calls that donate this one do not change the copy."""
+        """Copy the tree into separate memory. Calls that donate this tree do not change the copy."""
         return Sharded(copied(self.handles), self.shapes, self._specs, self._runtime, self._stacks)
 
     def cast(self, like: PyTree) -> Sharded:
@@ -204,11 +204,11 @@ class Sharded(Held):
         return Sharded(tuple(handles), optree.tree_map(without_memory, like), self._specs, self._runtime)
 
     def relayout(self, specs: SpecTree = None, mesh: Mesh | None = None) -> Sharded:
-        """Move the tree into another layout. No rank holds a full leaf, unless it is replicated. This one stays usable.
+        """Move the tree into another layout. No rank holds a full leaf, unless it is replicated. The tree stays usable.
 
         Args:
-            specs: a spec, or a pytree prefix of specs. By default those of this tree.
-            mesh: a mesh of the same processes, or of some of them. By default that of this tree.
+            specs: a spec, or a pytree prefix of specs. By default the specs of this tree.
+            mesh: a mesh of the same processes, or of some of them. By default the mesh of this tree.
 
         Returns:
             The tree in the new layout. Every process must call it.
@@ -291,7 +291,7 @@ class Sharded(Held):
         specs: Sequence[P],
         where: Callable[[int], Where],
     ) -> Sharded:
-        """Return the tree in the layout of the program `name`, moved if it has another one. `where` is by input."""
+        """Return the tree in the layout of the program `name`, moved if it has another layout. `where` is by input."""
         differs = self._differences(runtime(), name, stacks, paths, specs)
         if stacks is not None or not (differs or self._is_on_other_stages(where)):
             self.require(runtime(), name, stacks, paths, specs)

@@ -66,7 +66,7 @@ class StatefulProgram:
             runtime, lowered, handles: the runtime, the program and its inputs.
             batch, whose: as for `Runtime.run`.
             staying: the results that stay on the ranks.
-            kept: storages of inputs with which results must not share memory, or each other; None if the program takes
+            kept: storages of inputs. Results must not share memory with them, or each other; None if the program takes
                 care of it.
         """
         with disable_ambient_modes():

@@ -19,7 +19,7 @@ def assert_elementwise(optimizer: Optimizer, params: PyTree) -> None:
 
     Args:
         optimizer: the optimizer.
-        params: parameters, of which only shapes and dtypes matter.
+        params: parameters. Only their shapes and dtypes matter.
 
     Raises:
         NotEquivalentError: if a result differs. The message names it.

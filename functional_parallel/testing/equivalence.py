@@ -45,7 +45,7 @@ def assert_equivalent(
     >>> step.program.counts()
     {('psum', ('data',)): 2}
 
-    The results may be any pytree. Gradients are those of the result itself if it is a scalar, else of the sum of all
+    The results may be any pytree. Gradients are of the result itself if it is a scalar, else of the sum of all
     floating results with drawn weights.
 
     The check runs at the given arguments, and again at drawn ones of the same structure and shapes, in float64. A
@@ -213,7 +213,7 @@ def _narrowest(nodes: Iterable[fx.Node], leaf: PyTree) -> torch.dtype:
 
 
 def _dense(leaf: PyTree) -> PyTree:
-    """Return a gradient without sparse layout, which torch gives that of a sparse embedding."""
+    """Return a gradient without the sparse layout that torch gives gradients of a sparse embedding."""
     return leaf.to_dense() if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided else leaf
 
 

@@ -122,7 +122,7 @@ class Layouts:
     ) -> None:
         """Record of copies of a call's ops what is known of the ops.
 
-        `tensors` are those in the copies of storages, by number. Copies without a tensor get negative numbers.
+        `tensors` are the tensors in the copies of storages, by number. Copies without a tensor get negative numbers.
         """
         keys = {old: storage_key(tensor) for old, tensor in tensors.items()}
         for old, maker in known.makers.items():

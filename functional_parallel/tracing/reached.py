@@ -68,7 +68,7 @@ class ReachedState:
 
     Attributes:
         key: the kinds, values and connections of the objects, with the numbers of those compared by identity.
-        kept: objects whose numbers are in the key, which must live as long as it.
+        kept: objects with numbers in the key. They must live as long as the key.
         objects: all objects but the tensors.
         is_whole: whether the key has all state. An iterator has state that is not visible, for example.
 

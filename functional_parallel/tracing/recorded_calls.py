@@ -235,7 +235,7 @@ class RecordedCall:
     place: Source
     template: Template
     created: list[fx.Node]  # constants and captured tensors that the call used first
-    literals: dict[fx.Node, torch.Tensor]  # those of them that each call has for itself
+    literals: dict[fx.Node, torch.Tensor]  # constants that each call has separately
     operands: dict[fx.Node, int]  # the argument that a node holds
     memory: list[int]  # keys of the storages of the arguments
     results: list[Any]

@@ -77,7 +77,7 @@ class _Known(NamedTuple):
 
     recorded: RecordedCall | None
     is_confirmed: bool  # whether a second call had the same ops
-    kept: list[Any]  # objects whose numbers are in the key
+    kept: list[Any]  # objects with numbers in the key
 
 
 def _called(recording: Recorder, f: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -145,7 +145,7 @@ class _Given:
         return name
 
     def is_apart_from(self, result: Any) -> bool:
-        """Whether no list or other object of a result is one that the call reaches, or occurs twice in the result.
+        """Whether the call reaches no list or other object of a result, and none occurs twice in the result.
 
         The leaves and the structure must be all of it: a node may have attributes, or an order, that these do not have.
         """

@@ -1,7 +1,7 @@
 """Sites of random draws: the ambient keys of a thread, and the numbers of draws from them.
 
 A trace has the number of a site as a constant. A recording knows which constants these are, because the draws of a
-repeated call have other numbers than those of the first one.
+repeated call have other numbers than the draws of the first call.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class _Recording(_torch.TorchDispatchMode):
         self._twins: dict[Memory, torch.Tensor] = {}  # one for each memory, to keep the memory of the twins
         self._fresh: set[Memory] = set()  # memories of tensors with values that `f` made
         self._touched: set[Memory] = set()  # memories of the recorded ops, which have not run
-        self._written: set[Memory] = set()  # those that a recorded op writes
+        self._written: set[Memory] = set()  # memories that a recorded op writes
 
     def record(self, f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, DeferredInit]:
         """Call `f` and record all its ops. Return its first result and the recording."""
@@ -176,7 +176,7 @@ class _Recording(_torch.TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Mode that replaces the deep copy of fake tensors, by which modules copy layers, and rejects reads of address."""
+    """Mode that replaces fake tensors' deep copy, which modules use to copy layers, and rejects reads of address."""
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()

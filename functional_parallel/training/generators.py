@@ -43,7 +43,7 @@ class Generators:
         return later
 
     def ends(self) -> list[Callable[[], None]]:
-        """Return functions that set the states in which the recorded function leaves the generators."""
+        """Return functions that set the states of the generators to their states after the recorded function."""
         return [partial(self._set, generator, self._state(generator)) for generator in self._before]
 
     def forget(self) -> None:
@@ -52,7 +52,7 @@ class Generators:
             generator.set_state(state)
 
     def _state(self, generator: torch.Generator) -> torch.Tensor | int:
-        """Return a state that the function has set, or the number of the draw after which it is the state."""
+        """Return a state that the function has set, or the number of the draw that results in it."""
         number = generator.initial_seed() - _MARK
         return number if 0 <= number < self._count else generator.get_state()
 

@@ -68,7 +68,7 @@ class KeptStates:
     ) -> TrainState:
         """Create a state from full parameters and a full optimizer state, as `whole` returned them, or move a state.
 
-        A state of another step is moved to the layout of this one, on the same or another mesh of the same processes.
+        A state of another step is moved to the layout of this step, on the same or another mesh of the same processes.
         Ranks send each other the elements that they lack, so no rank holds a full leaf. Both states remain usable.
 
         >>> import torch, functional_parallel as fp
@@ -198,7 +198,7 @@ class KeptStates:
             batch: as for `init`, or "saved" for the shapes of the last batch of the saved run.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or its leaves are not those of this step.
+            CheckpointError: if there is no checkpoint, or its leaves are not the leaves of this step.
             DamagedCheckpointError: if a file is missing, changed or cut. The message names it.
         """
         options = RestoreOptions(step, like, data, rename, partial, cast, fallback, resize, batch)
@@ -249,7 +249,7 @@ class KeptStates:
         return sharded_of(self.states, state)
 
     def frozen(self, state: TrainState) -> Sharded:
-        """Return a copy of the sharded parameters that later steps do not change, such as those of a reference model.
+        """Return a copy of the sharded parameters that later steps do not change, such as for a reference model.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh

@@ -32,7 +32,7 @@ def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def require_state_of(expected: PyTree, given: PyTree) -> None:
-    """Check that a state belongs to these parameters and this optimizer, whose state for them is `expected`."""
+    """Check that a state belongs to these parameters and this optimizer. Its state for them is `expected`."""
     problems = list(_differences(expected, given))
     if not problems:
         return

@@ -89,7 +89,7 @@ def one_replica(state: PyTree) -> PyTree:
 def replica_specs(
     request: Replicas, layouts: StepLayout, params: PyTree, state: ReplicaState, specs: SpecTree
 ) -> ReplicaState:
-    """Return the specs of a full state of replicas; `specs` are those of the optimizer state of one replica."""
+    """Return the specs of a full state of replicas; `specs` belong to the optimizer state of one replica."""
 
     def rows(leaf: Any, spec: P) -> P:
         if not isinstance(leaf, torch.Tensor):
@@ -108,7 +108,7 @@ def replica_specs(
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Parameters of the last exchange and of this rank's replica, the replica's state, and that of the exchange."""
+    """Parameters of the last exchange and of this rank's replica, the replica's state, and the exchange's state."""
 
     params: PyTree
     replica: PyTree

@@ -20,7 +20,7 @@ Rule = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 
 class Resize:
-    """The rule of every leaf: of a parameter by its path; of optimizer state by the parameter to which it belongs."""
+    """The rule of every leaf: of a parameter by its path; of optimizer state by the parameter that it belongs to."""
 
     def __init__(
         self, rules: Mapping[str, Rule], saved: SavedLeaves, optimizer: Optimizer, errors: ErrorFeedback | None

@@ -152,7 +152,7 @@ def _on_all(
 
 
 def load_state(states: States, state: TrainState, batch: PyTree) -> TrainState:
-    """Return a state of another step in the layout of this one, by messages between the ranks. Every process calls it.
+    """Return a state of another step in the layout of this step, by messages between the ranks. Every process calls it.
 
     Raises:
         TypeError: if the state is of simulated ranks, and this step is of real processes, or the reverse.
@@ -295,7 +295,7 @@ class _Restore:
         return self.states.create(like, self._batch())
 
     def _batch(self) -> PyTree:
-        """Return the batch of `restore`, or with "saved" that of the checkpoint, without values."""
+        """Return the batch of `restore`, or with "saved" the checkpoint's batch, without values."""
         batch = self.options.batch
         if not (isinstance(batch, str) and batch == "saved"):
             return batch

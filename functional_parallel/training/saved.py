@@ -30,10 +30,10 @@ class SavedLeaves:
 
     Args:
         tensors: the tensors.
-        rounded: stored parameters of which the checkpoint has only the masters: their stored layouts.
+        rounded: stored layouts of the stored parameters with only masters in the checkpoint.
         numbers: indices of the held leaves that are not tensors, by kind and key.
         params: the tree of the user's parameters, of tensors without values.
-        owners: key of the parameter to which a leaf belongs, by kind and key of the leaf.
+        owners: key of the parameter that a leaf belongs to, by kind and key of the leaf.
         frozen: shapes of the parameters that the optimizer does not update, by key.
     """
 
@@ -132,7 +132,7 @@ def saved_leaves(states: States, layout: StateLayout, where: Callable[[int], Whe
 
 
 def _owners(tree: PyTree, params: PyTree) -> Iterator[tuple[str, str]]:
-    """Yield the key of each leaf of a tree that has subtrees like the parameters, and that of its parameter."""
+    """Yield the key of each leaf of a tree that has subtrees like the parameters, and its parameter's key."""
     structure = optree.tree_structure(params)
     keys = structure.unflatten(tree_keys(params))
 

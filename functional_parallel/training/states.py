@@ -222,7 +222,7 @@ class States:
         return params
 
     def _stored(self, params: PyTree) -> PyTree:
-        """Return the parameters that are stored, from those of `_trained`."""
+        """Return the parameters that are stored, from the parameters of `_trained`."""
         for each in self.requests:
             params = each.stored(params)
         return params
@@ -230,7 +230,7 @@ class States:
     def _with_requests(
         self, state: PyTree, params: PyTree, requests: Sequence[StateRequest], layouts: StepLayout
     ) -> PyTree:
-        """Return a state with the leaves of these requests, and of no others; `params` are those of `_trained`."""
+        """Return a state with the leaves of these requests, and of no others; `params` come from `_trained`."""
         return converted_state(state, requests, lambda each: each.init(params, self.f.applied, layouts))
 
     def average(self, state: PyTree) -> PyTree:

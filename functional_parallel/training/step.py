@@ -93,7 +93,7 @@ def train_step(
         buffers: the first buffers, such as the running statistics of batch norms; a dict of tensors. They become a part
             of the state, replicated: `loss(params, buffers, *batch) -> (scalar, new_buffers)`, or
             `(scalar, (new_buffers, aux))` with `has_aux`. A step that a loss scale skips keeps the new ones.
-        memory: budget of each memory of a rank. A step whose predicted peak is above it is refused by a
+        memory: budget of each memory of a rank. A step with a predicted peak above it is refused by a
             `BudgetError` before it runs. By default there is none.
 
     Returns:

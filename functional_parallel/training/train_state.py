@@ -91,7 +91,7 @@ def state_layout(states: Any, layouts: StepLayout, params: PyTree, state: PyTree
 
 
 def recorded_steps(before: int, loss: torch.Tensor | None) -> int:
-    """Count consecutive steps whose graph autograd keeps, after a step with this loss. Warn at `_MANY_RECORDED`."""
+    """Count consecutive steps with a graph kept by autograd, after a step with this loss. Warn at `_MANY_RECORDED`."""
     if loss is None or not loss.requires_grad:
         return 0
     if before + 1 == _MANY_RECORDED:

@@ -33,7 +33,7 @@ class compress(Transform):
     The scale of a block is its largest absolute value divided by 127 for int8 and by 7 for int4, in float32. A gathered
     element differs by at most half of the scale of its block. A sum over one axis differs by at most the sum of these
     bounds for its summands, which are added in float32. For float32 and narrower values, the rounding of the dtype is
-    added to the bounds. Blocks do not cross from one parameter to another one, so buckets do not change the result.
+    added to the bounds. Blocks do not cross from one parameter to another, so buckets do not change the result.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -64,7 +64,7 @@ class compress(Transform):
             `fp.train_step`: what a rank does not send of a gradient is added to its gradient of the next step. 1 keeps
             all; less keeps a moving average. None adds nothing. A rank then holds an error of each gradient, in float32
             and before its reduce-scatter, in the state.
-        reset: the number of steps after which errors begin at zero again; None for never.
+        reset: the number of steps until errors begin at zero again; None for never.
 
     Raises:
         ValueError: if a format or the block is unknown, an axis is no data axis or has a format already, or the plan

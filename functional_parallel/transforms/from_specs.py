@@ -32,7 +32,7 @@ def from_specs(
 
     If the mesh has the data axis, it splits the batch. Specs that name it define the storage layout of parameters
     (ZeRO-3). If the mesh has the pipeline's axis, it cuts the model into stages. The cuts are between the layers of
-    stacks, whose specs name the axis in dim 0; without stacks, the work is balanced. Every other axis that specs name
+    stacks. Their specs name the axis in dim 0; without stacks, the work is balanced. Every other axis that specs name
     splits the computation over parameters (tensor parallelism).
 
     >>> from sharding_specs import Mesh, P

@@ -98,7 +98,7 @@ class diloco(local_sgd):
     """Train replicas like `local_sgd`, and give the difference that their steps made to an outer optimizer.
 
     DiLoCo (Douillard et al., arXiv 2311.08105). The outer gradient is the parameters of the last exchange minus the
-    mean of the replicas. With `outer=fp.optim.sgd(1.0)` the result is that of `local_sgd`.
+    mean of the replicas. With `outer=fp.optim.sgd(1.0)` the result equals `local_sgd`'s.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh

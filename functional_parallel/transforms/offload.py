@@ -26,9 +26,9 @@ class offload(Transform):
     """Keep training state, sums of gradients, parameters or saved activations on the host or a disk (ZeRO-Offload).
 
     With `state="host"` a step moves the gradients to the host, after their sum over ranks. It updates there, and moves
-    the new parameters back, in the type in which they are stored. With `update="device"` the state moves to the device
+    the new parameters back, in their stored type. With `update="device"` the state moves to the device
     for the update and back, group by group. With `activations="host"` what the forward saves for the backward waits on
-    the host; in a pipeline, on that of its stage. The results have the bits of the step without it.
+    the host; in a pipeline, on the host of its stage. The results have the bits of the step without it.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -43,21 +43,21 @@ class offload(Transform):
     Args:
         state: memory of the optimizer's state and masters: "device", "host" or "disk".
         update: memory of the update of such state: "host", the default, or "device". The update reads state on disk,
-            and with "device" that of the host, and writes it, group by group.
+            and with "device" state on the host, and writes it, group by group.
         gradients: memory of the sums of gradients, "device" or "host": each microbatch's gradient moves there, after
             its sum over ranks if it has one, and is added there. An update on the device gets them group by group.
-        parameters: memory of the parameters at rest. From the host or "disk", those of a layer move to the device just
-            before their use, or their gather, and again for the backward. Or memories by patterns of paths, as
+        parameters: memory of the parameters at rest. From the host or "disk", a layer's parameters move to the device
+            just before their use, or their gather, and again for the backward. Or memories by patterns of paths, as
             `{"layers/4-7": "host"}`, or an `fp.device_map`; other parameters stay on the device.
-        activations: memory of saved activations. Beside `fp.remat(budget=…)`, of those that the budget moves.
-        fraction: share of the parameters, by bytes, to which `state` and `gradients` apply, and of the activations:
+        activations: memory of saved activations. With `fp.remat(budget=…)`, of the activations that the budget moves.
+        fraction: share, by bytes, of the parameters that `state` and `gradients` apply to, and of the activations:
             the first ones.
-        at_least: the size from which an activation moves: a number of bytes, or a text such as "1MiB".
+        at_least: the size of the smallest activation that moves: a number of bytes, or a text such as "1MiB".
         path: a folder on the disk.
         group: most bytes of state, and gradients, of other memories that are updated together, or a parameter's.
         ahead: number of layers between the move of a layer's parameters to the device and their use, or their gather,
             and between their read from a disk and this move. By default 1, and 0 for memories by patterns, such as
-            those of a device map, which counts one layer.
+            in a device map, which counts one layer.
 
     Raises:
         ValueError: for an unknown memory, if nothing moves, for an `update` of state on the device, a fraction that is
@@ -117,7 +117,7 @@ class offload(Transform):
         return local.then(call, resolver=self._at_rest).requesting(RunPass(moves))
 
     def _of_update(self, before: OffloadedState | None) -> list[Request]:
-        """Return the requests about the state and the sums of gradients, with those of an earlier transform."""
+        """Return the requests about the state and the sums of gradients, with the requests of an earlier transform."""
         if before is not None and "device" not in (self.state, before.memory):
             raise ValueError(f"{self.name}: the plan has {before}; name the memory of the state once")
         found, asked = before or OffloadedState(), list[Request]()

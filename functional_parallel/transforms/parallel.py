@@ -73,7 +73,7 @@ class data_parallel(Transform):
     """Split the batch over an axis and sum the gradients: `zero(0, axis)`. With a master, torch's `DataParallel`.
 
     The master alone has the batch, the parameters, the optimizer's state and its update. A step has five exchanges,
-    where the other one sums gradients on all ranks. The batch is scattered, parameters are broadcast, outputs are
+    where the other step sums gradients on all ranks. The batch is scattered, parameters are broadcast, outputs are
     gathered, gradients of outputs are scattered, and gradients of parameters are reduced to the master.
 
     >>> import torch, functional_parallel as fp
@@ -301,7 +301,7 @@ def _shard(leaf: Any, axis: str, mesh: Mesh, used: set[int], whole_below: int) -
 
 
 def _padded(leaf: Any, inner: P, own: P, mesh: Mesh) -> P:
-    """Combine two specs. A dim of `own` is padded if the axes of both do not divide it, but those of `inner` do."""
+    """Combine two specs. A dim of `own` is padded if the axes of both do not divide it, but the axes of `inner` do."""
     both = inner.divided(own, mesh)
     if not isinstance(leaf, torch.Tensor) or both.named > leaf.ndim:
         return both

@@ -41,13 +41,13 @@ class partition_activations(Transform):
     Beside `fp.remat(budget=…)` the budget chooses the activations that are split.
 
     Args:
-        axis: the mesh axis, usually that of `fp.tensor_parallel`. Values that differ along it are saved as they are.
-        memory: memory in which a rank keeps its parts: "device", or "host" for Pa+cpu of ZeRO-R.
-        at_least: the size from which a value is split: a number of bytes, or a text such as "1MiB".
+        axis: the mesh axis, usually `fp.tensor_parallel`'s. Values that differ along it are saved as they are.
+        memory: memory where a rank keeps its parts: "device", or "host" for Pa+cpu of ZeRO-R.
+        at_least: the size of the smallest value that is split: a number of bytes, or a text such as "1MiB".
 
     Raises:
         ValueError: if `at_least` is not a size, or for an unknown memory.
-        MeshError: when the function is compiled, if the mesh has no such axis, or it is that of a pipeline's stages.
+        MeshError: when the function is compiled, if the mesh has no such axis, or the axis has a pipeline's stages.
     """
 
     axis: str

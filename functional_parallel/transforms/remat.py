@@ -36,7 +36,7 @@ class remat(Transform):
 
     Layers are identified by the paths of their parameters: `layers/0/…`, `layers/1/…`. Collectives in a recomputed
     region run a second time. Random draws are keyed, so a recomputed draw gives the same values. The semantics are
-    those of `jax.checkpoint`, but the model's code does not change. To mark a function in a model, use `fp.recompute`.
+    as in `jax.checkpoint`, but the model's code does not change. To mark a function in a model, use `fp.recompute`.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -70,10 +70,10 @@ class remat(Transform):
             the program is lowered with `without=("cheap ops again",)`.
         every: with "layers", the number of layers per group. The square root of the number of layers needs about the
             least memory.
-        where: with "layers" or "auto", a pattern for the paths of the layers to which the policy applies.
+        where: with "layers" or "auto", a pattern for the paths of the layers that the policy applies to.
         budget: with "auto", the maximum bytes on a rank: 8 << 30, "8GiB" or "8GB". A plan that needs less without
             recomputation does not change.
-        hardware: with a budget, the machine whose times weigh the choices: an `fp.Hardware`, or a name such as "h100".
+        hardware: with a budget, the machine that gives the choices' times: an `fp.Hardware`, or a name such as "h100".
             By default, flops and bytes have fixed rates.
 
     Raises:

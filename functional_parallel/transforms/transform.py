@@ -22,7 +22,7 @@ from .as_code import AsCode, as_code, call_as_code, from_code
 
 @dataclass(frozen=True)
 class Transform(AsCode, ABC):
-    """Base class of transforms: frozen dataclasses whose fields are their arguments.
+    """Base class of transforms: frozen dataclasses with their arguments as fields.
 
     A transform prints as the call that makes it, and compares and hashes by its arguments. A class has the method
     `apply` and, unless it changes the function on full values, the `order` of its position in a chain.
@@ -117,7 +117,7 @@ class Plan:
 
         Args:
             text: JSON. Its transforms are those of this library, and others whose classes exist by now. Of
-                several classes with one name, the last one counts.
+                several classes with one name, the last counts.
 
         Raises:
             ValueError: if the text has anything else. No code in it runs.

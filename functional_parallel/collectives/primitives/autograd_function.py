@@ -3,7 +3,7 @@
 All Functions take `(x, lane, axes, *params)`. If the axes are one vmap level, `lane` is the index of that level's
 entries, mapped over exactly that level, so that a `vmap` rule recognizes the level even if x is not mapped. Over an
 unrelated level, the rule moves the mapped dim to the end. Over the level of the axes, `reference` computes the results,
-and one that is equal on all ranks loses the mapped dim.
+and a result that is equal on all ranks loses the mapped dim.
 """
 
 from __future__ import annotations

@@ -110,10 +110,10 @@ def from_config(
         mesh: the mesh, or the number of data ranks.
         data: the data axis, or the slow and the fast one, `("node", "local")`, for `zero_hpz_partition_size`, the ranks
             of the fast one.
-        tensor: the axis of model parallelism, over which `partition_activations` splits.
+        tensor: the axis of model parallelism. `partition_activations` splits over it.
         optimizer: optimizer to use if the file has none.
         arguments: `transformers.TrainingArguments`, or an object with some of its attributes, to fill "auto".
-        beside_muon: for the optimizer type Muon, patterns of the parameters that AdamW updates: those that are no
+        beside_muon: for the optimizer type Muon, patterns of the parameters that AdamW updates: parameters that are not
             matrices, embeddings and the head.
         deepspeed_version: the release that the file was written for, which selects the defaults.
         named: attributes of TrainingArguments by name, which take precedence: `learning_rate=1e-4`. `hidden_size`, that

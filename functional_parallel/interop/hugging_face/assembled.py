@@ -1,4 +1,4 @@
-"""Tensors of a model as expressions of the tensors in files, of which any box is read as boxes of the files.
+"""Tensors of a model as expressions of the tensors in files. Any box of them is read as boxes of the files.
 
 transformers converts the tensors of a folder by functions of tensors: it stacks experts, joins projections, cuts fused
 ones. Called with `Assembled` tensors, which have a shape and no values, such a function records what it does. Views,
@@ -66,7 +66,7 @@ class Assembled(torch.Tensor):
         return tree.unflatten(found)
 
     def read(self, box: Box, target: torch.Tensor, source: Source) -> None:
-        """Fill a tensor with a box of this one. It may have another dtype."""
+        """Fill a tensor with a box of this tensor. It may have another dtype."""
         self._read(box, target, source)
 
     def full(self, source: Source, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -152,7 +152,7 @@ class _Export:
                     places[key], place = (file, place), place + x.numel() * x.element_size()
 
     def _moved(self) -> Iterator[tuple[Mapping[str, torch.Tensor], Group]]:
-        """Move tensors to their writers, for one group of each rank at a time. Yield those of this process."""
+        """Move tensors to their writers, for one group of each rank at a time. Yield the tensors of this process."""
         mesh, source = self.params.mesh, self.params.source(self.runtime)
         leaves = dict(zip(sorted(self.params.shapes), source.plan.leaves, strict=True))
         device = device_of(source.handles) or torch.device("cpu")
@@ -236,5 +236,5 @@ def _complete(made: Path, folder: Path, export: _Export) -> None:
 
 
 def _is_unchanged(generation: Any, made: Path) -> bool:
-    """Whether a folder has this config of generation, which may be one that transformers reads and does not write."""
+    """Whether a folder has this config of generation. transformers may be able to read it and not to write it."""
     return (made / GENERATION).exists() and type(generation).from_pretrained(made, local_files_only=True) == generation

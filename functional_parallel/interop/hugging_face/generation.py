@@ -22,7 +22,7 @@ from ...functions import PyTree, functional
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
-_SHIFTED = {"gpt_neo"}  # the attention reads from the number of keys where the query is: its slot must be the last one
+_SHIFTED = {"gpt_neo"}  # the attention reads from the number of keys where the query is: its slot must be last
 _OTHER_STATES = ("mamba", "ssm", "recurrent", "rwkv", "linear_attention", "conv")
 _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {  # options of a generation_config, with the values that have no effect
     **dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups"), (None, 1)),
@@ -84,9 +84,9 @@ def _layer_class() -> type[Any]:
     from transformers.cache_utils import CacheLayerMixin
 
     class FixedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-        """Keys and values of a layer in a fixed number of slots. `slot` is that of the first new token.
+        """Keys and values of a layer in a fixed number of slots. `slot` is the slot of the first new token.
 
-        An empty layer has no tensors. It returns the new keys alone, and so the mask is that of a model without cache.
+        An empty layer has no tensors. It returns the new keys alone, so the mask is the mask of a model without cache.
         """
 
         is_sliding = False

@@ -39,7 +39,7 @@ def meta_model(
     Args:
         folder: the folder.
         model_class: its class, or an Auto class; None for the class that config.json names.
-        dtype: dtype of the parameters; None for that of config.json, or else `stored`.
+        dtype: dtype of the parameters; None for the dtype in config.json, or else `stored`.
         stored: a dtype in the files.
         changes: entries that replace entries of config.json.
     """

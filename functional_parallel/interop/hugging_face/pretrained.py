@@ -67,12 +67,12 @@ def load_pretrained(
     Args:
         folder: the folder, with config.json and `model.safetensors`, or several files and their index.
         mesh: the mesh.
-        plan: the plan of which the parameters get the layout, or a function that returns it for the model, such as
+        plan: the plan that gives the parameters their layout, or a function that returns it for the model, such as
             `lambda model: fp.tensor_parallel("tensor", rules_of(model))`. By default all are replicated. Under
             `fp.pipeline` each parameter is on one rank of its axis; `train.init(params, batch=batch)`, and
             `compiled.hold(params, …)`, move it to the ranks of the stages that use it.
-        dtype: dtype of the parameters, to which reads convert. By default that of config.json.
-        model_class: class of the model, or an Auto class of transformers. By default the one that config.json names.
+        dtype: dtype of the parameters. Reads convert to it. By default the dtype in config.json.
+        model_class: class of the model, or an Auto class of transformers. By default the class that config.json names.
         config: entries that replace entries of config.json, such as `{"num_labels": 1}`.
         new: patterns of names of weights that are drawn and not read, such as `"score*"` for a new head. The model
             draws them by its own initialisation, on each process in full, and equally on every mesh.
@@ -89,7 +89,7 @@ def load_pretrained(
     Raises:
         CheckpointError: if the folder has no such model: no config.json, pickles, code of its own (`auto_map`),
             quantized weights, an unknown model type, paths outside of the folder, or missing or unexpected weights or
-            other shapes, of which the message has the list. If a pattern of `new` matches no weight, or the config of
+            other shapes. The message lists them. If a pattern of `new` matches no weight, or the config of
             the model has no such entry.
         DamagedCheckpointError: if a file is cut or damaged.
         ModuleNotFoundError: without transformers 5.
@@ -173,7 +173,7 @@ def _read_constants(model: Any, values: Values, files: WeightsFolder, device: to
 
 
 def _stages(shapes: Mapping[str, torch.Tensor], mesh: Mesh, f: Any) -> dict[str, Where]:
-    """Return the ranks for each parameter: of a pipeline, one rank of its axis, by the bytes of those before it."""
+    """Return the ranks for each parameter: of a pipeline, one rank of its axis, by the bytes of earlier parameters."""
     request = pipeline_of(f.applied)
     if request is None:
         return dict.fromkeys(shapes, ())

@@ -1,4 +1,4 @@
-"""Tensors of a model by its own names, from those of a folder, and back: transformers renames and converts them."""
+"""Tensors of a model by its names, from a folder's tensors, and back: transformers renames and converts them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def first_names(model: Any) -> dict[str, str]:
 def read_names(
     model: Any, found: Mapping[str, Assembled], where: str, new: Sequence[str] = (), unused: Sequence[str] = ()
 ) -> dict[str, list[Assembled]]:
-    """Return the tensors of a model's state by their first names, from those of a folder by key.
+    """Return the tensors of a model's state by their first names, from the tensors of a folder by key.
 
-    A tied weight has several if the folder has it by several names. Those that match a pattern of `new` are left out,
+    A tied weight has several if the folder has it by several names. Tensors that match a pattern of `new` are left out,
     and so are keys that match one of `unused` and are not of the model.
     """
     loading, state, first = import_module(_LOADING), model.state_dict(), first_names(model)
@@ -68,7 +68,7 @@ def read_names(
 
 
 def written_names(model: Any, values: Mapping[str, Assembled]) -> dict[str, Assembled]:
-    """Return the tensors of a folder by key, from those of a model by name."""
+    """Return the tensors of a folder by key, from the tensors of a model by name."""
     ignored = model._keys_to_ignore_on_save or ()
     made: dict[str, Assembled] = import_module(_LOADING).revert_weight_conversion(
         model, {name: value for name, value in values.items() if name not in ignored}
@@ -136,7 +136,7 @@ def _drawn(patterns: Sequence[str], names: Collection[str], owner: str) -> set[s
 
 
 def require_same(given: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str, fix: str) -> None:
-    """Check that tensors have the names and shapes of those of a model."""
+    """Check that tensors have the names and shapes of a model's tensors."""
     wrong = (name for name in wanted if given.get(name, wanted[name]) != wanted[name])
     rows = [f"{name}: {given[name]}, in the model {wanted[name]}" for name in wrong]
     rows += [f"{name}: missing" for name in wanted if name not in given]

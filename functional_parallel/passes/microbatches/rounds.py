@@ -1,4 +1,4 @@
-"""Find the values of a program that differ by microbatch, and the round of microbatches in which each op runs.
+"""Find the values of a program that differ by microbatch, and the round of microbatches of each op.
 
 A value that needs a sum over all microbatches, such as the number of targets of a loss, must wait for all of them.
 Ops are therefore divided into rounds: every microbatch passes through one round before any enters the next. Each op

@@ -1,4 +1,4 @@
-"""Bring a step whose microbatches follow each other through a pipeline into the form that is cut into stages."""
+"""Bring a step with microbatches that follow each other in a pipeline into the form that is cut into stages."""
 
 from __future__ import annotations
 

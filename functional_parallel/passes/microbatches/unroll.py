@@ -1,4 +1,4 @@
-"""Unroll microbatches: a virtual mesh axis whose ranks are run sequentially by a single rank.
+"""Unroll microbatches: a virtual mesh axis. Its ranks are run sequentially by a single rank.
 
 A function partitioned over the axis `microbatch` has the types and collectives of any other axis. They define the
 values that each microbatch computes separately, and the values that are summed over all. This module removes the axis

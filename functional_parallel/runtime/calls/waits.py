@@ -112,7 +112,7 @@ class NamedWait:
             raise self.failure(time.monotonic() - began, error, advice) from error
 
     def failure(self, seconds: float | None, error: Exception | None = None, advice: str = "") -> Exception:
-        """Return the error to raise. `error` is that of the transport; None if the watch ends the wait."""
+        """Return the error to raise. `error` is the transport's error; None if the watch ends the wait."""
         is_timeout = error is not None and any(text in str(error).lower() for text in _TIMED_OUT)
         if not is_timeout and CURRENT.lost is None:
             CURRENT.learn(_SECONDS_FOR_NEWS)

@@ -37,7 +37,7 @@ class Log:
 
 
 class Recorded:
-    """Record of one run of a program: which of its values were not finite. `ranks` has those of a node's tensors."""
+    """Record of a run of a program: which of its values were not finite. `ranks` has the ranks of a node's tensors."""
 
     def __init__(self, traced: Traced, ranks: Callable[[fx.Node], Sequence[int]]) -> None:
         self.traced, self._ranks = traced, ranks

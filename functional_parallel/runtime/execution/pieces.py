@@ -29,7 +29,7 @@ class ProgramPiece(NamedTuple):
 
 
 def cuts(ops: Sequence[str]) -> list[int]:
-    """Return the positions at which pieces begin, and the end. The four ops before a cut choose it.
+    """Return the positions where pieces begin, and the end. The four ops before a cut choose it.
 
     Equal layers are therefore cut alike, wherever they are.
     """

@@ -32,7 +32,7 @@ _abandoned: list[_Work] = []  # failed waits: MPI may still write into their mem
 
 
 def create(options: Any, _: Any) -> dist.ProcessGroup:
-    """Return the group for the options of torch.distributed. Its ranks are those of MPI's world."""
+    """Return the group for the options of torch.distributed. Its ranks are the ranks of MPI's world."""
     ranks = options.global_ranks_in_group or range(options.group_size)
     members = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
     communicator = MPI.COMM_WORLD.Create_group(members)

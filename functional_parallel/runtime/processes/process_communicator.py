@@ -109,7 +109,7 @@ class ProcessCommunicator:
         return self._exchanged(x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim), wait)
 
     def ppermute(self, x: Tensor, axes: Axes, pairs: Sequence[int]) -> Tensor:
-        """Exchange in which each rank sends to at most one rank. All take part, so no order can deadlock."""
+        """Exchange where each rank sends to at most one rank. All take part, so no order can deadlock."""
         me = self.axis_index(axes)
         targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         sources = {target: source for source, target in targets.items()}

@@ -113,7 +113,7 @@ class RankProgram:
         return f"{source}: `{source.text}`" if source is not None else self.program.name
 
     def _collective(self, node: fx.Node, call: CollectiveCall) -> Callable[..., torch.Tensor]:
-        if call.kind in OWNED:  # without torch's dispatcher, for which the operand of some ranks is on another device
+        if call.kind in OWNED:  # without torch's dispatcher: it sees the operand of some ranks on another device
             target = functools.partial(getattr(self.communicator, call.kind), axes=call.axes, **call.routing)
         else:
             target = functools.partial(call.target, axes=list(call.axes), **call.routing, **call.states)

@@ -25,7 +25,7 @@ class Messages(Protocol):
 
 
 class TaggedMessages:
-    """Messages under a tag, so that those of other calls are not received instead."""
+    """Messages under a tag, so that messages of other calls are not received instead."""
 
     __slots__ = ("_handle", "_seats", "_tag")
 

@@ -22,7 +22,7 @@ class Transport:
     program: type[RankProgram] = RankProgram
 
 
-TRANSPORTS: dict[str, Transport] = {"backend": Transport(ProcessCommunicator)}  # the last one is that of "auto"
+TRANSPORTS: dict[str, Transport] = {"backend": Transport(ProcessCommunicator)}  # "auto" takes the last
 
 
 def requested_transport(given: str | None) -> tuple[str, Transport]:

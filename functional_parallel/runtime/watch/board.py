@@ -8,7 +8,7 @@ from typing import Any
 from ..calls import SAME_CALLS, Lost
 
 _OUT_OF_STEP = ("CallMismatchError", "ReentrantCallError")
-_GRACE = 3.0  # seconds for which a rank waits on a rank that is gone: its message may be in flight
+_GRACE = 3.0  # seconds that a rank waits on a rank that is gone: its message may be in flight
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Host of this process, and gloo's connections. Shutting them down ends all waits of gloo here by an error.
 
-torch has no call that ends a wait of another thread. The sockets are those that creating a group added, on Linux only.
+torch has no call that ends a wait of another thread. The sockets are the new ones after a group is made, Linux only.
 """
 
 from __future__ import annotations

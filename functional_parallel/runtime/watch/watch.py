@@ -20,9 +20,9 @@ from .lines import WatchLine
 Name = Callable[[int], str]  # returns a rank's name in messages
 
 _TICK = 1.0
-_LONG = 3.0  # seconds after which a wait is reported
+_LONG = 3.0  # seconds until a wait is reported
 _TO_RAISE = 5.0  # seconds for a wait to end by an error, before the process ends
-_AFTER_A_DEATH = 15.0  # seconds after a rank's death in which waits for other ranks may still end
+_AFTER_A_DEATH = 15.0  # seconds after a rank's death when waits for other ranks may still end
 _REPORT_EVERY = 30.0
 _EXIT_CODE = 1
 

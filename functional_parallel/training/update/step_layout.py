@@ -200,7 +200,7 @@ def _refuse_share(f: Applied) -> None:
 
 
 def _decided(stacks: StackedTree | None, params: PyTree, optimizer: Optimizer, field: str, default: Any) -> PyTree:
-    """Return the result of the optimizer's `field` per parameter of the step. A layer gets that of its stack."""
+    """Return the result of the optimizer's `field` per parameter of the step. A layer gets the result of its stack."""
     decide = getattr(optimizer, field, None)  # a user's own pair may lack it
     if decide is None and default is None:
         return None
