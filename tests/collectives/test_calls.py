@@ -85,11 +85,13 @@ def test_the_rule_finds_the_reads_of_a_sample() -> None:
 
 OF_OTHER_OPS = {  # reads in functions that ask whether an op is a collective, and then read another op
     "checker/typing.py": 4,
+    "passes/compressed.py": 3,
     "passes/reduce_types.py": 1,
     "passes/stacked_layers.py": 1,
     "passes/transposed.py": 1,
     "passes/running_sums.py": 2,
     "program/aliasing.py": 1,
+    "program/memory_moves.py": 1,
     "runtime/execution/regions.py": 2,
     "runtime/processes/rank_program.py": 2,
 }

@@ -85,7 +85,7 @@ def on_a_call_that_one_rank_leaves(rank: int) -> Outcome:
         def fail(*_: Any) -> Any:
             raise MemoryError("no room for the step")
 
-        default_runtime(mesh).run_plain = fail  # as where a kernel finds no memory
+        default_runtime(mesh)._run = fail  # as where a kernel finds no memory
     try:
         found = outcome(step)
     except MemoryError as error:
