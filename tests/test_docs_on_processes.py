@@ -18,6 +18,7 @@ from .processes import run_on_processes
 from .test_docs import PAGES, blocks, name
 
 WORLD_SIZES = (2, 4)
+LONG = ("docs/inference.md", "docs/hugging_face.md")  # each rank imports transformers
 
 # Blocks that no number of processes can run, by page and first line, with the reason. One that runs fails the test.
 ONLY_SIMULATED = {
@@ -149,7 +150,11 @@ def reads_and_binds(code: str) -> tuple[set[str], set[str]]:
     return reads, binds
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if name(page) in LONG else ()) for page in PAGES if blocks(page)],
+    ids=lambda page: name(page),
+)
 def test_a_page_runs_on_processes(page: Path) -> None:
     found = blocks(page)
     heads = {line: code.splitlines()[0] for line, code in found}
