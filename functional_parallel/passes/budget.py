@@ -67,7 +67,9 @@ class RematToBudget(ProgramPass):
 
         ways, is_least = self._chosen(choices, plain, of, tried)
         if _peak(tried(ways)) > self.budget:
-            raise BudgetError(_unreachable(self, plain.memories, tried(ways), list(_lines(choices, ways))))
+            lowest = min(known, key=lambda key: _peak(known[key]))
+            ways = dict(sorted(lowest, key=lambda each: each[0].number))
+            raise BudgetError(_unreachable(self, plain.memories, known[lowest], list(_lines(choices, ways))))
         choices.apply(unit.program.traced, ways)
         alive = (
             f"at most {readable_bytes(_peak(tried(ways)))} are alive, {readable_bytes(_peak(plain.memories))} without"

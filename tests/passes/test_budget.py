@@ -322,6 +322,28 @@ def test_the_note_says_what_is_computed_again_in_how_many_layers(f: Any, layers:
     assert f"\n  computed again: {said}\n" in program.notes[0]
 
 
+def test_the_lowest_peak_is_that_of_a_choice_that_was_tried() -> None:
+    """The last rung of the ladder of this model has a higher peak than one below it."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 96, "n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 4}
+    fn, params = fp.functional(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).train())
+    tokens = torch.zeros(8, 32, dtype=torch.long)
+
+    def peak(budget: int) -> int:
+        plan = fp.chain(fp.remat(budget=budget), fp.data_parallel("data"))
+        f = lambda params, x: fn(params, input_ids=x, labels=x).loss  # noqa: E731
+        train = fp.train_step(f, fp.optim.adamw(1e-2), Mesh(data=1), plan, clip=1.0, seed=3)
+        peak: int = train.lower(params, tokens).memory().peak
+        return peak
+
+    with pytest.raises(fp.BudgetError) as caught:
+        peak(1)
+    low = reached(caught.value)
+    assert peak(low) == low
+    with pytest.raises(fp.BudgetError, match=f"reaches is {low} bytes"):
+        peak(low - 1)
+
+
 def test_a_budget_out_of_reach() -> None:
     with pytest.raises(fp.BudgetError) as caught:
         step("data", fp.remat(budget="1 KiB"))
