@@ -187,14 +187,14 @@ class ResidualChoices:
                 above.add(node)
         return self._down([*dropped, *(node for node in self.cheap if node in above)], ways)
 
-    def dropped(self, ways: Mapping[Residual, Way]) -> set[int]:
-        return self.numbers(self.again([each for each, way in ways.items() if way.form is None], ways))
+    def dropped(self, ways: Mapping[Residual, Way]) -> dict[fx.Node, None]:
+        return self.again([each for each, way in ways.items() if way.form is None], ways)
 
     def apply(
         self, traced: Traced, ways: Mapping[Residual, Way], copies: Mapping[fx.Node, fx.Node] | None = None
     ) -> None:
         """Rewrite the program, or a copy of it. Another pass stores what is stored in another form."""
-        dropped = self._with_cheap([self.nodes[number] for number in self.dropped(ways)], ways)
+        dropped = self._with_cheap(self.dropped(ways), ways)
         insert_recompute(traced, [node if copies is None else copies[node] for node in dropped])
         for each, way in ways.items():
             if way.form is not None:
@@ -202,7 +202,7 @@ class ResidualChoices:
 
     def select(self, ways: Mapping[Residual, Way]) -> Selection:
         selection = Selection(self, MemoryCurve(self.times), dict(ways))
-        selection.curve.drop(self.dropped(ways))
+        selection.curve.drop(self.numbers(self.dropped(ways)))
         for residual, way in ways.items():
             if way.form is not None:
                 selection.take(residual, way)
@@ -264,7 +264,7 @@ class ResidualChoices:
             return set()
         kept = {*selection.ways, *final}
         ways = {**selection.ways, **{each: RECOMPUTED for each in self.residuals if each not in kept}}
-        return selection.curve.unused_with(self.dropped(ways))
+        return selection.curve.unused_with(self.numbers(self.dropped(ways)))
 
     @functools.cached_property
     def _may_avoid(self) -> bool:

@@ -59,8 +59,11 @@ def moves_of(traced: Traced, memories: Mapping[fx.Node, str] | None = None) -> I
     memories = memories_of(traced) if found and memories is None else memories or {}
     for node in found:
         known, line = info(node), info(node).used_at or info(node).source
-        link = kind_of_memory(memories[moved_value(node)]), kind_of_memory(memories[node])
-        yield MemoryMove(*link, known.aval, line, phases[node], node, known.parameters)
+        yield MemoryMove(*link_of(node, memories), known.aval, line, phases[node], node, known.parameters)
+
+
+def link_of(move: fx.Node, memories: Mapping[fx.Node, str]) -> tuple[str, str]:
+    return kind_of_memory(memories[moved_value(move)]), kind_of_memory(memories[move])
 
 
 def bytes_of_moves(found: Iterable[MemoryMove]) -> dict[tuple[str, str], int]:

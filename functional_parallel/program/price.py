@@ -14,13 +14,13 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Aval, Traced, info, operands_of, primitive_name
-from ..ops import is_move, kind_of_memory, moved_value
+from ..ops import is_move, moved_value
 from ..quantities import readable_bytes
 from .aliasing import readers_before_writes, view_base
 from .explain import columns
 from .hardware import Hardware
 from .memories import memories_of
-from .memory_moves import ended_before, moves_of
+from .memory_moves import ended_before, link_of, moves_of
 from .overlap import is_started, overlapped
 from .price_item import Item, with_exposed
 from .step_picture import draw_step
@@ -265,7 +265,7 @@ class _RankClocks:
         done, nbytes = flops(node), bytes_moved(node)
         what, lane, paths = "products" if done else "other ops", "device", tuple[str, ...]()
         if is_move(node):
-            nbytes, lane = info(node).nbytes, " → ".join(_ends(node, self.memories))
+            nbytes, lane = info(node).nbytes, " → ".join(link_of(node, self.memories))
             what, paths = lane, info(node).parameters or (info(moved_value(node)).path or self.paths.get(node, ""),)
         elif self.memories[node] == "host":
             done, what, lane = 0, "host ops", "host"
@@ -285,15 +285,11 @@ def seconds_of(node: fx.Node, mesh: Mesh, hardware: Hardware, memories: Mapping[
     if collective is not None or primitive_name(node) is not None or view_base(node) is not None:
         return 0.0
     if is_move(node):
-        link = hardware.disk if "disk" in _ends(node, memories) else hardware.host
+        link = hardware.disk if "disk" in link_of(node, memories) else hardware.host
         return link.seconds(info(node).nbytes / hardware.links_share)
     if memories[node] == "host":
         return hardware.on_host(bytes_moved(node))
     return hardware.compute(flops(node), bytes_moved(node), _dtype(node))
-
-
-def _ends(move: fx.Node, memories: Mapping[fx.Node, str]) -> list[str]:
-    return [kind_of_memory(memories[each]) for each in (moved_value(move), move)]
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, ClassVar, NamedTuple
@@ -74,13 +74,8 @@ class ErrorFeedback(StateRequest):
 
         return sorted(self.data, key=key)
 
-    def on_ranks(self, old: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Add the errors of ranks that are gone to the errors of others, so that the sum of all errors remains."""
-        new = old.new_zeros(shape)
-        for rank, row in enumerate(old):
-            both = tuple(map(slice, map(min, row.shape, shape[1:])))
-            new[rank % len(new)][both] += row[both]
-        return new
+    def resize_rule(self) -> Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]:
+        return _on_ranks
 
     def updated(self, update: Update, leaves: FedBack) -> tuple[Update, FedBack]:
         sums = dict(zip(tree_paths(update.sums), optree.tree_leaves(update.sums), strict=True))
@@ -102,3 +97,12 @@ class ErrorFeedback(StateRequest):
 
     def __str__(self) -> str:
         return f"errors of sums over {', '.join(map(repr, self.axes))} fed back"
+
+
+def _on_ranks(old: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Add the errors of ranks that are gone to the errors of others, so that the sum of all errors remains."""
+    new = old.new_zeros(shape)
+    for rank, row in enumerate(old):
+        both = tuple(map(slice, map(min, row.shape, shape[1:])))
+        new[rank % len(new)][both] += row[both]
+    return new

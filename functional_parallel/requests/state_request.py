@@ -58,6 +58,10 @@ class StateRequest(Request):
         if cls.tree is not None:
             _TREES.add(cls.tree)
 
+    def owns(self, key: str) -> bool:
+        """Whether the leaf of a checkpoint with this key is one of the request."""
+        return key.startswith(f"~{type(self).__name__}/")
+
     # --- parameters between steps, full ---
 
     def trained(self, params: PyTree) -> PyTree:
@@ -73,6 +77,10 @@ class StateRequest(Request):
     def specs(self, leaves: PyTree, layouts: UpdateLayouts) -> SpecTree:
         """Return the specs of the leaves."""
         return broadcast_specs(P(), leaves)
+
+    def resize_rule(self) -> Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] | None:
+        """Return a function of an old leaf and the new shape, if the shapes of leaves depend on the mesh."""
+        return None
 
     def full(self, params: PyTree, leaves: PyTree) -> PyTree:
         """Return the user's parameters, from stored parameters and the leaves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import optree
 import torch
@@ -13,7 +13,7 @@ from sharding_specs.rules import matches, nearest
 from ..checkpoint import LeafLayout, tree_keys
 from ..functions import PyTree
 from ..optim import Optimizer
-from ..requests import ErrorFeedback
+from ..requests import StateRequest
 from .saved import SavedLeaves
 
 Rule = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
@@ -23,12 +23,12 @@ class Resize:
     """The rule of every leaf: of a parameter by its path; of optimizer state by the parameter that it belongs to."""
 
     def __init__(
-        self, rules: Mapping[str, Rule], saved: SavedLeaves, optimizer: Optimizer, errors: ErrorFeedback | None
+        self, rules: Mapping[str, Rule], saved: SavedLeaves, optimizer: Optimizer, requests: Sequence[StateRequest]
     ) -> None:
         paths = tree_paths(saved.params)
         self._paths = dict(zip(tree_keys(saved.params), paths, strict=True))
         self._rules, self._owners, self._copies = rules, saved.owners, set[str]()
-        self._errors = errors
+        self._requests = requests
         if any(map(callable, rules.values())):
             self._copies = copies(optimizer, saved.params)
         for pattern, rule in rules.items():
@@ -40,8 +40,9 @@ class Resize:
 
     def rule(self, leaf: LeafLayout) -> Rule | None:
         """Return the rule of a leaf, None if there is none. State that is no copy of the parameter gets zeros."""
-        if self._errors is not None and leaf.key.startswith(f"~{type(self._errors).__name__}/"):
-            return self._errors.on_ranks
+        own = (each.resize_rule() for each in self._requests if each.owns(leaf.key))
+        if (by_request := next(own, None)) is not None:
+            return by_request
         name = f"{leaf.kind}/{leaf.key}"
         path = self._paths.get(self._owners.get(name, ""))
         rules = (rule for pattern, rule in self._rules.items() if path is not None and matches(pattern, path))

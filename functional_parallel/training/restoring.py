@@ -31,7 +31,6 @@ from ..checkpoint import (
 from ..errors import CheckpointError, DamagedCheckpointError, InputMismatchError, RemovedCheckpointError
 from ..functions import PyTree
 from ..ir import Aval, TensorSignature, hollow, without_memory
-from ..requests import ErrorFeedback
 from ..runtime import Runtime, Where, device_of
 from ..stateful import HeldLeaves, Sharded, StaticLeaf, handle_of_shards, listed, owners_along, peers_of, saved_shapes
 from ..tracing import disable_ambient_modes
@@ -199,7 +198,7 @@ class _Restore:
         self.layout, self.leaves = self._layout(given)
         self.where = self._where()
         self.saved: SavedLeaves = saved_leaves(states, self.layout, self.where.__getitem__)
-        self.resize = Resize(options.resize, self.saved, states.optimizer, states.f.applied.last(ErrorFeedback))
+        self.resize = Resize(options.resize, self.saved, states.optimizer, states.requests)
         self.made: dict[str, list[LeafLayout]] = {}  # leaves that functions resize, by kind and key
         self.sums: list[str] = []  # of these
         self.shards: dict[tuple[int, int], torch.Tensor] = {}  # by index of the held tensor and rank
@@ -357,7 +356,7 @@ class _Restore:
 
     def _is_optional(self, key: str) -> bool:
         """Whether the leaf is one of a request, which makes it at the start."""
-        return any(each.optional and key.startswith(f"~{type(each).__name__}/") for each in self.states.requests)
+        return any(each.optional and each.owns(key) for each in self.states.requests)
 
     def _differences(self, leaf: LeafLayout, saved: LeafLayout | LeafInfo, any_dtype: bool) -> Iterator[str]:
         is_resized = self.resize.rule(leaf) is not None and len(saved.shape) == len(leaf.shape)
